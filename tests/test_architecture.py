@@ -1,0 +1,54 @@
+"""The shape of the house: who imports whom, what is public, how large files may be, who may load torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import phalanx
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "src" / "phalanx").rglob("*.py"))
+TORCH_FREE = ["spec", "plan", "planner", "launch", "data", "watch", "cli"]
+
+
+def test_imports_go_downward():
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_public_names_are_listed():
+    visible = {
+        name
+        for name, value in vars(phalanx).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "annotations"
+    }
+    assert phalanx.__all__ == sorted(phalanx.__all__)
+    assert set(phalanx.__all__) == visible | {"__version__"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+def test_files_stay_small(path: Path):
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    limit = 150 if path.name == "loop.py" else 399
+    assert num_lines <= limit, f"{num_lines} lines of {limit}: split it by purpose"
+
+
+def torch_free_modules() -> list[str]:
+    modules = [".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in SOURCES]
+    chosen = [module for module in modules if module.split(".")[1] in TORCH_FREE]
+    return [module.removesuffix(".__init__") for module in chosen]
+
+
+def test_deciding_loads_no_torch():
+    modules = torch_free_modules()
+    program = (
+        f"import sys, importlib\nfor m in {modules}: importlib.import_module(m); assert 'torch' not in sys.modules, m"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
