@@ -1,0 +1,117 @@
+"""Layout: how many ranks each axis has, and what follows: coordinates, groups, and why a layout is illegal.
+
+An axis is an entry of AXES, slowest to fastest, so that neighbouring ranks share the tensor axis and thus a node:
+
+    rank = ((pipeline × D + data) × C + context) × T + tensor
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.plan.comm import Group
+
+AXES = ("pipeline", "data", "context", "tensor")
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coord:
+    """One rank's position on each axis."""
+
+    pipeline: int = 0
+    data: int = 0
+    context: int = 0
+    tensor: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if axis != "context")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Everything that was decided about how the work is cut. Sizes of axes, and:
+
+    `micro_batch`: sequences per forward; `schedule`, `virtual_stages`: order of the pipeline; `stage_layers`: how many
+    transformer layers each (virtual) stage holds, or None to balance by cost; `zero`: what is cut over the data axis
+    (0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters); `sequence_parallel`: whether activations between
+    half-blocks are cut along the sequence over the tensor axis; `recompute`; `bucket_bytes`: gradients are reduced over
+    the data axis in messages of about this size.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    micro_batch: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    zero: int = 0
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    bucket_bytes: int = 16 * 2**20
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes in the order of AXES."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def num_ranks(self) -> int:
+        """Product of all axis sizes."""
+        return math.prod(self.sizes)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that a micro-batch passes through: pipeline × virtual stages."""
+        return self.pipeline * self.virtual_stages
+
+    def num_micro_batches(self, global_batch: int) -> int:
+        """Micro-batches that each data coordinate runs per optimizer step."""
+        return global_batch // (self.micro_batch * self.data)
+
+    def coord(self, rank: int) -> Coord:
+        """The position of global rank `rank`."""
+        assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
+        position = {}
+        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, position[axis] = divmod(rank, size)
+        return Coord(**position)
+
+    def rank(self, coord: Coord) -> int:
+        """The global rank at `coord`; inverse of `coord()`."""
+        rank = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            rank = rank * size + getattr(coord, axis)
+        return rank
+
+    def coords(self) -> Iterator[Coord]:
+        """All positions in rank order."""
+        for position in itertools.product(*(range(size) for size in self.sizes)):
+            yield Coord(**dict(zip(AXES, position, strict=True)))
+
+    def __str__(self) -> str:
+        """As `tensor 2 × pipeline 2 × data 2, micro-batch 1, 1f1b, ZeRO 1, sequence parallel`."""
+        axes = " × ".join(f"{axis} {getattr(self, axis)}" for axis in ("tensor", "context", "pipeline", "data"))
+        words = [axes.replace("context 1 × ", ""), f"micro-batch {self.micro_batch}"]
+        words += [self.schedule] if self.pipeline > 1 else []
+        words += [f"{self.virtual_stages} virtual stages"] if self.virtual_stages > 1 else []
+        words += [f"ZeRO {self.zero}"] if self.zero else []
+        words += ["sequence parallel"] if self.sequence_parallel else []
+        words += [f"{self.recompute} recompute"] if self.recompute != "none" else []
+        return ", ".join(words)
+
+
+def lines(layout: Layout, *axes: str) -> list[tuple[int, ...]]:
+    """Ranks that differ only on `axes`: one tuple per combination of the other axes, in rank order."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, coord in enumerate(layout.coords()):
+        key = tuple(getattr(coord, axis) for axis in AXES if axis not in axes)
+        members.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in members.values()]

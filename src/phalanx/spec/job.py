@@ -1,0 +1,70 @@
+"""JobSpec: what to train, on what, for how long. Everything that is neither the model nor the machine nor the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW with decoupled decay on matrices only, clipping by the global norm, warm-up, then a curve.
+
+    `schedule`: "cosine" falls from `lr` to `min_lr` over the run, "linear" likewise in a line, "constant" stays.
+    `clip_norm` 0 switches clipping off.
+    """
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Where the tokens come from: `path` is the prefix of a .bin/.idx pair; `text` a glob of text files from which
+    that pair is built on first use, with a byte-pair tokenizer of the model's vocabulary size trained on it."""
+
+    path: str | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """A checkpoint every `every_steps` steps (0: only at the end); the newest `keep` are kept (0: all)."""
+
+    every_steps: int = 0
+    keep: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """One training job. `global_batch` counts sequences per optimizer step, `seq_len` tokens per sequence.
+
+    `precision` is that of compute; master weights and optimizer state stay fp32 ("fp64" is float64 all through: for
+    checking). `comm` "auto" moves data between processes of one host through shared memory, "gloo" switches that off.
+    `comm_timeout_s` ends a collective that waits longer.
+    """
+
+    global_batch: int
+    seq_len: int
+    num_steps: int
+    precision: Precision = "bf16"
+    seed: int = 1
+    optimizer: OptimizerSpec = OptimizerSpec()
+    data: DataSpec = DataSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    comm: Literal["auto", "gloo"] = "auto"
+    comm_timeout_s: float = 600.0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step reads."""
+        return self.global_batch * self.seq_len
