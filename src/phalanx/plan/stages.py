@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.plan.groups import kv_copies
 from phalanx.spec.model import ModelSpec
 
 # Elementwise work on each logit for the loss: maximum, subtraction, exponential, sum, and the gradient's scale.
@@ -34,9 +35,12 @@ class Stage:
         return f"stage {self.index}: {', '.join(parts) or 'nothing'}"
 
 
-def layer_cost(model: ModelSpec, seq_len: int) -> int:
-    """Forward FLOPs per token of one layer: matrix products and the causal attention core (formulas.md 2)."""
-    matrices = 2 * model.hidden * (model.q_rows + model.kv_rows)
+def layer_cost(model: ModelSpec, seq_len: int, tensor: int = 1) -> int:
+    """Forward FLOPs per token of one layer: matrix products and the causal attention core (formulas.md 2).
+
+    Summed over the ranks of a tensor axis of size `tensor`, where kv heads may be computed in copies.
+    """
+    matrices = 2 * model.hidden * (model.q_rows + model.kv_rows * kv_copies(model, tensor))
     matrices += (3 if model.gated else 2) * model.hidden * model.ffn
     return 2 * matrices + 2 * (seq_len + 1) * model.q_rows
 
@@ -51,9 +55,9 @@ def head_cost(model: ModelSpec) -> int:
     return (2 * model.hidden + LOSS_FLOPS_PER_LOGIT) * model.vocab
 
 
-def stage_costs(model: ModelSpec, seq_len: int, stages: Sequence[Stage]) -> tuple[int, ...]:
+def stage_costs(model: ModelSpec, seq_len: int, stages: Sequence[Stage], tensor: int = 1) -> tuple[int, ...]:
     """Forward FLOPs per token of each stage; backward costs twice that everywhere, so ratios hold for both."""
-    layer = layer_cost(model, seq_len)
+    layer = layer_cost(model, seq_len, tensor)
     return tuple(
         len(stage.layers) * layer + stage.embedding * embedding_cost(model) + stage.head * head_cost(model)
         for stage in stages
@@ -61,14 +65,14 @@ def stage_costs(model: ModelSpec, seq_len: int, stages: Sequence[Stage]) -> tupl
 
 
 def split(
-    model: ModelSpec, seq_len: int, num_stages: int, stage_layers: Sequence[int] | None = None
+    model: ModelSpec, seq_len: int, num_stages: int, stage_layers: Sequence[int] | None = None, tensor: int = 1
 ) -> tuple[Stage, ...]:
     """Cut the model into `num_stages` stages: every layer exactly once, in order, embedding first, head last.
 
     `stage_layers` gives the number of layers per stage (0 allowed); without it the slowest stage is made as fast as
     possible. Sizes must be legal: `legality.problems` is where users hear about it.
     """
-    counts = balance(model, seq_len, num_stages) if stage_layers is None else tuple(stage_layers)
+    counts = balance(model, seq_len, num_stages, tensor) if stage_layers is None else tuple(stage_layers)
     assert (len(counts), sum(counts)) == (num_stages, model.num_layers), counts
     stages, start = [], 0
     for index, count in enumerate(counts):
@@ -78,7 +82,7 @@ def split(
     return tuple(stages)
 
 
-def balance(model: ModelSpec, seq_len: int, num_stages: int) -> tuple[int, ...]:
+def balance(model: ModelSpec, seq_len: int, num_stages: int, tensor: int = 1) -> tuple[int, ...]:
     """Layers per stage with the fastest slowest stage.
 
     Layers cost the same, so handing each to the stage that is cheapest after receiving it is exact. Among equals, a
@@ -86,7 +90,7 @@ def balance(model: ModelSpec, seq_len: int, num_stages: int) -> tuple[int, ...]:
     1F1B they hold fewer micro-batches). The last stage stays empty only where the head alone outweighs a layer.
     """
     assert 1 <= num_stages <= model.num_layers, f"{num_stages} stages, {model.num_layers} layers"
-    layer, counts, costs = layer_cost(model, seq_len), [0] * num_stages, [0] * num_stages
+    layer, counts, costs = layer_cost(model, seq_len, tensor), [0] * num_stages, [0] * num_stages
     costs[0] += embedding_cost(model)
     costs[-1] += head_cost(model)
     ends = (0, num_stages - 1)

@@ -1,0 +1,229 @@
+"""Legality: why a layout cannot run, with the numbers and the nearest values that could; the one door for that.
+
+Nothing is repaired in silence: a layout is legal as written, or every reason why it is not comes back at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from phalanx.errors import Problem
+from phalanx.plan.layout import AXES, Layout, Recompute
+from phalanx.plan.schedule import SCHEDULES
+from phalanx.plan.shards import padded_vocab
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+
+def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout) -> list[Problem]:
+    """Every reason why `layout` cannot run this job; empty when it can. `where` names the key, as "layout.tensor".
+
+    Accepted although they change nothing: sequence parallelism with tensor 1, ZeRO with data 1, devices left idle.
+    """
+    found = list(_ranges(layout))
+    if not found:
+        found += _tensor(model, layout)
+        found += _sequence(model, job, layout)
+        found += _pipeline(model, layout)
+        found += _batch(job, layout)
+        found += _devices(cluster, layout)
+    return found
+
+
+def _problem(key: str, what: str, instead: str) -> Problem:
+    return Problem(what=what, where=f"layout.{key}", instead=instead)
+
+
+def _ranges(layout: Layout) -> Iterator[Problem]:
+    """Values that are wrong on their own; the other checks divide by them."""
+    for key in (*AXES, "micro_batch", "virtual_stages", "bucket_bytes"):
+        value = getattr(layout, key)
+        if value < 1:
+            yield _problem(key, f"{key} is {value}", f"{key} = 1 or more")
+    if layout.zero not in range(4):
+        yield _problem("zero", f"there is no ZeRO stage {layout.zero}", "zero = 0, 1, 2 or 3")
+    if layout.recompute not in get_args(Recompute):
+        nearest = f'recompute = "{_nearest(layout.recompute, get_args(Recompute))}"'
+        yield _problem("recompute", f'there is no recompute "{layout.recompute}"', nearest)
+    if layout.schedule not in SCHEDULES:
+        nearest = f'schedule = "{_nearest(layout.schedule, list(SCHEDULES))}" (of {", ".join(SCHEDULES)})'
+        yield _problem("schedule", f'there is no schedule "{layout.schedule}"', nearest)
+    if layout.stage_layers is not None and min(layout.stage_layers, default=0) < 0:
+        yield _problem("stage_layers", f"a stage with {min(layout.stage_layers)} layers", "0 layers or more per stage")
+
+
+def allowed_tensor_sizes(model: ModelSpec) -> tuple[int, ...]:
+    """Every size of the tensor axis that this model can be cut into, 1 first."""
+    return tuple(size for size in range(1, model.num_heads + 1) if not any(_indivisible(model, size)))
+
+
+def _indivisible(model: ModelSpec, tensor: int) -> Iterator[str]:
+    """What `tensor` does not cut evenly. Fewer kv heads than ranks are copied, if each gets as many copies."""
+    if model.num_heads % tensor:
+        yield f"tensor {tensor} does not divide {model.num_heads} query heads"
+    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
+        yield f"tensor {tensor} neither divides {model.num_kv_heads} kv heads nor is a multiple of them"
+    if model.ffn % tensor:
+        yield f"tensor {tensor} does not divide the feed-forward width {model.ffn}"
+    rows = padded_vocab(model, tensor) // tensor
+    if rows * (tensor - 1) >= model.vocab:
+        yield f"tensor {tensor} leaves its last rank none of the {model.vocab} vocabulary rows ({rows} per rank)"
+
+
+def _tensor(model: ModelSpec, layout: Layout) -> Iterator[Problem]:
+    for what in _indivisible(model, layout.tensor):
+        yield _problem("tensor", what, f"tensor = {_listed(allowed_tensor_sizes(model))}")
+
+
+def _sequence(model: ModelSpec, job: JobSpec, layout: Layout) -> Iterator[Problem]:
+    if job.seq_len % layout.context:
+        nearest = _multiples_near(job.seq_len, layout.context)
+        what = f"context {layout.context} does not divide sequence {job.seq_len}"
+        yield _problem("context", what, f"job.seq_len = {nearest}")
+    elif layout.sequence_parallel and job.seq_len % (layout.context * layout.tensor):
+        nearest = _multiples_near(job.seq_len, layout.context * layout.tensor)
+        cut = f"context {layout.context} × tensor {layout.tensor}" if layout.context > 1 else f"tensor {layout.tensor}"
+        what = f"sequence parallelism cuts sequence {job.seq_len} over {cut}, which does not divide it"
+        yield _problem("sequence_parallel", what, f"job.seq_len = {nearest}, or sequence_parallel = false")
+    if model.positions == "learned" and job.seq_len > model.max_seq_len:
+        what = f"sequence {job.seq_len} is longer than the {model.max_seq_len} positions that {model.name} learns"
+        yield Problem(what=what, where="job.seq_len", instead=f"seq_len = {model.max_seq_len} or less")
+
+
+def _pipeline(model: ModelSpec, layout: Layout) -> Iterator[Problem]:
+    yield from _virtual_stages(layout)
+    stages = f"pipeline {layout.pipeline}"
+    if layout.virtual_stages > 1:
+        stages += f" × virtual stages {layout.virtual_stages} = {layout.num_stages} stages"
+    if layout.stage_layers is None:
+        if layout.num_stages > model.num_layers:
+            most = model.num_layers // layout.virtual_stages
+            instead = f"pipeline = {most} or less" if most else f"virtual_stages = {model.num_layers} or less"
+            instead += ", or stage_layers with a 0 for each stage that shall hold only embedding or head"
+            yield _problem("pipeline", f"{stages} for {model.num_layers} layers", instead)
+        return
+    if len(layout.stage_layers) != layout.num_stages:
+        what = f"stage_layers has {len(layout.stage_layers)} entries, {stages}"
+        yield _problem("stage_layers", what, f"{layout.num_stages} entries that sum to {model.num_layers}")
+    if sum(layout.stage_layers) != model.num_layers:
+        what = f"stage_layers sum to {sum(layout.stage_layers)}, the model has {model.num_layers} layers"
+        yield _problem("stage_layers", what, f"entries that sum to {model.num_layers}, or leave it out")
+
+
+def _virtual_stages(layout: Layout) -> Iterator[Problem]:
+    fewest, most = SCHEDULES[layout.schedule].virtual_stages
+    if not fewest <= layout.virtual_stages <= most:
+        legal = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        others = [
+            f'"{name}"'
+            for name, family in SCHEDULES.items()
+            if family.virtual_stages[0] <= layout.virtual_stages <= family.virtual_stages[1]
+        ]
+        instead = f"virtual_stages = {legal}"
+        instead += f", or schedule = {_listed(others)}" if others else ""
+        what = f"schedule {layout.schedule} does not run with {layout.virtual_stages} virtual stages"
+        yield _problem("virtual_stages", what, instead)
+
+
+def _batch(job: JobSpec, layout: Layout) -> Iterator[Problem]:
+    unit = layout.micro_batch * layout.data
+    if job.global_batch % unit == 0:
+        return
+    instead = f"job.global_batch = {_multiples_near(job.global_batch, unit)}"
+    if job.global_batch % layout.data == 0:
+        fitting = _divisors_near(job.global_batch // layout.data, layout.micro_batch)
+        instead += f", or micro_batch = {_listed(fitting)}"
+    cut = f"micro-batch {layout.micro_batch} × data {layout.data} = {unit}"
+    what = f"{cut} does not divide global batch {job.global_batch}"
+    yield _problem("micro_batch", what, instead)
+
+
+def _devices(cluster: ClusterSpec, layout: Layout) -> Iterator[Problem]:
+    per_node, tensor = cluster.devices_per_node, layout.tensor
+    if layout.num_ranks > cluster.num_devices:
+        axes = " × ".join(f"{axis} {size}" for axis, size in zip(AXES, layout.sizes, strict=True) if size > 1)
+        what = f"{axes} = {layout.num_ranks} ranks, {cluster.name} has {cluster.num_devices} devices"
+        most = cluster.num_devices * layout.data // layout.num_ranks
+        instead = f"data = {most} or less" if most else f"axis sizes whose product is {cluster.num_devices} or less"
+        yield _problem("data" if most else "tensor", what, instead)
+    if tensor > per_node or (per_node % tensor and layout.num_ranks > per_node):
+        inside = [size for size in range(1, per_node + 1) if per_node % size == 0]
+        what = f"a tensor group of {tensor} does not stay inside a node of {per_node} devices"
+        yield _problem("tensor", what, f"tensor = {_listed(inside)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Something that a layout may say, and a planner may rank, but the trainer cannot run."""
+
+    key: str
+    beyond: Callable[[Layout], bool]
+    what: str
+    instead: str
+
+
+LIMITS = (
+    Limit(
+        key="context",
+        beyond=lambda layout: layout.context > 1,
+        what="the trainer does not cut along the context axis",
+        instead="context = 1",
+    ),
+    Limit(
+        key="zero",
+        beyond=lambda layout: layout.zero > 1,
+        what="the trainer does not cut gradients or parameters over the data axis",
+        instead="zero = 1",
+    ),
+    Limit(
+        key="recompute",
+        beyond=lambda layout: layout.recompute != "none",
+        what="the trainer does not recompute activations",
+        instead='recompute = "none", and a smaller micro_batch where memory is short',
+    ),
+    Limit(
+        key="virtual_stages",
+        beyond=lambda layout: layout.virtual_stages > 1,
+        what="the trainer runs one stage per pipeline rank",
+        instead="virtual_stages = 1",
+    ),
+    Limit(
+        key="schedule",
+        beyond=lambda layout: layout.schedule not in ("gpipe", "1f1b"),
+        what="the trainer does not run this schedule",
+        instead='schedule = "1f1b" or "gpipe"',
+    ),
+)
+"""Each line goes when the trainer can do it."""
+
+
+def engine_problems(layout: Layout) -> list[Problem]:
+    """What the trainer cannot run of a layout that is legal otherwise."""
+    return [_problem(limit.key, limit.what, limit.instead) for limit in LIMITS if limit.beyond(layout)]
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    return (difflib.get_close_matches(word, known, n=1, cutoff=0.0) or known)[0]
+
+
+def _listed(values: Sequence[object]) -> str:
+    """As "1", "1 or 2", "1, 2 or 6"."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _multiples_near(value: int, unit: int) -> str:
+    """The multiples of `unit` just below (0 left out) and just above `value`."""
+    below = value // unit * unit
+    return _listed([near for near in (below, below + unit) if near])
+
+
+def _divisors_near(number: int, value: int) -> list[int]:
+    """The divisors of `number` just below and just above `value`."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = [divisor for divisor in divisors if divisor <= value][-1:]
+    return below + [divisor for divisor in divisors if divisor > value][:1]

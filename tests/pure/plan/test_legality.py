@@ -1,0 +1,279 @@
+"""Legality: what cannot run is refused with numbers; what is not refused can be cut, scheduled and split."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from phalanx.plan.groups import groups
+from phalanx.plan.layout import Layout
+from phalanx.plan.legality import LIMITS, allowed_tensor_sizes, engine_problems, problems
+from phalanx.plan.schedule import SCHEDULES, schedule
+from phalanx.plan.schedule_check import check
+from phalanx.plan.shards import rank_buffers
+from phalanx.plan.stages import split
+from phalanx.spec.cluster import ClusterSpec, Device, Link
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+MODEL = ModelSpec(
+    name="tiny",
+    num_layers=4,
+    hidden=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn=128,
+    vocab=250,
+    max_seq_len=64,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rope",
+    tied=False,
+)
+JOB = JobSpec(global_batch=8, seq_len=64, num_steps=1)
+LINK = Link(name="wire", latency_s=1e-6, bytes_per_s=1e9)
+DEVICE = Device(name="chip", memory_bytes=2**30, memory_bytes_per_s=1e9, flops_per_s={"fp32": 1e9})
+CLUSTER = ClusterSpec(name="toy", num_nodes=2, devices_per_node=8, device=DEVICE, intra_node=LINK, inter_node=LINK)
+
+
+def found(layout, model=MODEL, job=JOB, cluster=CLUSTER):
+    return [(problem.where, problem.what, problem.instead) for problem in problems(model, job, cluster, layout)]
+
+
+REFUSED = {
+    "query heads": (
+        Layout(tensor=4),
+        {"model": replace(MODEL, num_heads=6)},
+        ("layout.tensor", "tensor 4 does not divide 6 query heads", "tensor = 1 or 2"),
+    ),
+    "kv heads": (
+        Layout(tensor=4),
+        {"model": replace(MODEL, num_heads=40, num_kv_heads=10, ffn=640, vocab=640)},
+        (
+            "layout.tensor",
+            "tensor 4 neither divides 10 kv heads nor is a multiple of them",
+            "tensor = 1, 2, 5, 10, 20 or 40",
+        ),
+    ),
+    "feed-forward": (
+        Layout(tensor=4),
+        {"model": replace(MODEL, ffn=130)},
+        ("layout.tensor", "tensor 4 does not divide the feed-forward width 130", "tensor = 1 or 2"),
+    ),
+    "vocabulary": (
+        Layout(tensor=4),
+        {"model": replace(MODEL, vocab=48)},
+        (
+            "layout.tensor",
+            "tensor 4 leaves its last rank none of the 48 vocabulary rows (16 per rank)",
+            "tensor = 1 or 2",
+        ),
+    ),
+    "sequence parallelism": (
+        Layout(tensor=2, sequence_parallel=True),
+        {"job": replace(JOB, seq_len=63)},
+        (
+            "layout.sequence_parallel",
+            "sequence parallelism cuts sequence 63 over tensor 2, which does not divide it",
+            "job.seq_len = 62 or 64, or sequence_parallel = false",
+        ),
+    ),
+    "context": (
+        Layout(context=4),
+        {"job": replace(JOB, seq_len=3)},
+        ("layout.context", "context 4 does not divide sequence 3", "job.seq_len = 4"),
+    ),
+    "positions": (
+        Layout(),
+        {"model": replace(MODEL, positions="learned"), "job": replace(JOB, seq_len=65)},
+        ("job.seq_len", "sequence 65 is longer than the 64 positions that tiny learns", "seq_len = 64 or less"),
+    ),
+    "stages": (
+        Layout(pipeline=4),
+        {"model": replace(MODEL, num_layers=3)},
+        (
+            "layout.pipeline",
+            "pipeline 4 for 3 layers",
+            "pipeline = 3 or less, or stage_layers with a 0 for each stage that shall hold only embedding or head",
+        ),
+    ),
+    "entries of stage_layers": (
+        Layout(pipeline=2, stage_layers=(1, 2, 1)),
+        {},
+        ("layout.stage_layers", "stage_layers has 3 entries, pipeline 2", "2 entries that sum to 4"),
+    ),
+    "sum of stage_layers": (
+        Layout(pipeline=2, stage_layers=(1, 2)),
+        {},
+        (
+            "layout.stage_layers",
+            "stage_layers sum to 3, the model has 4 layers",
+            "entries that sum to 4, or leave it out",
+        ),
+    ),
+    "negative stage_layers": (
+        Layout(pipeline=2, stage_layers=(5, -1)),
+        {},
+        ("layout.stage_layers", "a stage with -1 layers", "0 layers or more per stage"),
+    ),
+    "global batch": (
+        Layout(data=2, micro_batch=3),
+        {},
+        (
+            "layout.micro_batch",
+            "micro-batch 3 × data 2 = 6 does not divide global batch 8",
+            "job.global_batch = 6 or 12, or micro_batch = 2 or 4",
+        ),
+    ),
+    "global batch smaller than data": (
+        Layout(data=16),
+        {},
+        (
+            "layout.micro_batch",
+            "micro-batch 1 × data 16 = 16 does not divide global batch 8",
+            "job.global_batch = 16",
+        ),
+    ),
+    "devices": (
+        Layout(data=8, pipeline=4),
+        {},
+        ("layout.data", "pipeline 4 × data 8 = 32 ranks, toy has 16 devices", "data = 4 or less"),
+    ),
+    "more model than devices": (
+        Layout(tensor=2, pipeline=2),
+        {"cluster": replace(CLUSTER, num_nodes=1, devices_per_node=2)},
+        (
+            "layout.tensor",
+            "pipeline 2 × tensor 2 = 4 ranks, toy has 2 devices",
+            "axis sizes whose product is 2 or less",
+        ),
+    ),
+    "tensor across nodes": (
+        Layout(tensor=4),
+        {"cluster": replace(CLUSTER, num_nodes=8, devices_per_node=2)},
+        ("layout.tensor", "a tensor group of 4 does not stay inside a node of 2 devices", "tensor = 1 or 2"),
+    ),
+    "tensor groups that straddle nodes": (
+        Layout(tensor=4, data=2),
+        {"cluster": replace(CLUSTER, devices_per_node=6)},
+        ("layout.tensor", "a tensor group of 4 does not stay inside a node of 6 devices", "tensor = 1, 2, 3 or 6"),
+    ),
+    "an axis of none": (Layout(tensor=0), {}, ("layout.tensor", "tensor is 0", "tensor = 1 or more")),
+    "ZeRO": (Layout(zero=4), {}, ("layout.zero", "there is no ZeRO stage 4", "zero = 0, 1, 2 or 3")),
+    "recompute": (
+        Layout(recompute="ful"),
+        {},
+        ("layout.recompute", 'there is no recompute "ful"', 'recompute = "full"'),
+    ),
+    "virtual stages": (
+        Layout(schedule="gpipe", virtual_stages=99),
+        {},
+        (
+            "layout.virtual_stages",
+            "schedule gpipe does not run with 99 virtual stages",
+            "virtual_stages = 1",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_numbers_and_the_nearest_legal_values(case):
+    layout, changed, expected = REFUSED[case]
+    assert expected in found(layout, **changed)
+
+
+def test_an_unknown_schedule_gets_the_nearest_name():
+    ((where, what, instead),) = found(Layout(schedule="1f1p"))
+    assert (where, what) == ("layout.schedule", 'there is no schedule "1f1p"')
+    assert instead.startswith('schedule = "1f1b" (of ')
+
+
+def test_all_problems_come_at_once():
+    layout = Layout(tensor=3, pipeline=5, data=3, micro_batch=2)
+    where = [problem.where for problem in problems(MODEL, JOB, CLUSTER, layout)]
+    assert sorted(set(where)) == ["layout.data", "layout.micro_batch", "layout.pipeline", "layout.tensor"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tensor=4),
+        Layout(tensor=2, pipeline=2, data=2, sequence_parallel=True, zero=1),
+        Layout(sequence_parallel=True),
+        Layout(pipeline=4, stage_layers=(0, 2, 2, 0)),
+    ],
+)
+def test_legal(layout):
+    """kv heads fewer than the tensor size are copied, idle devices are the user's choice, empty stages if asked for."""
+    assert found(layout) == []
+    assert engine_problems(layout) == []
+
+
+def test_allowed_tensor_sizes():
+    """Case 16, with kv heads copied where each gets equally many copies."""
+    wide = replace(MODEL, ffn=2**5 * 3 * 5)
+    assert allowed_tensor_sizes(MODEL) == (1, 2, 4)
+    assert allowed_tensor_sizes(replace(wide, num_heads=6, num_kv_heads=6)) == (1, 2, 3, 6)
+    assert allowed_tensor_sizes(replace(wide, num_heads=6, num_kv_heads=2)) == (1, 2, 6)
+    assert allowed_tensor_sizes(replace(wide, num_heads=40, num_kv_heads=10, vocab=64_000)) == (1, 2, 5, 10, 20, 40)
+
+
+def test_the_trainers_limits_say_what_to_write_instead():
+    beyond = Layout(context=2, zero=2, recompute="full", virtual_stages=2, schedule="other")
+    assert [problem.where for problem in engine_problems(beyond)] == [f"layout.{limit.key}" for limit in LIMITS]
+    assert all(problem.instead for problem in engine_problems(beyond))
+
+
+SCHEDULE_AND_CHUNKS = st.sampled_from(list(SCHEDULES)).flatmap(
+    lambda name: st.tuples(st.just(name), st.sampled_from(SCHEDULES[name].virtual_stages))
+)
+LAYOUTS = st.builds(
+    lambda chosen, **sizes: Layout(schedule=chosen[0], virtual_stages=min(chosen[1], 3), **sizes),
+    SCHEDULE_AND_CHUNKS,
+    tensor=st.sampled_from([1, 2, 4, 3]),
+    pipeline=st.integers(1, 4),
+    data=st.sampled_from([1, 2, 4]),
+    micro_batch=st.sampled_from([1, 2, 3]),
+    zero=st.integers(0, 3),
+    sequence_parallel=st.booleans(),
+)
+MODELS = st.builds(
+    lambda layers, heads, vocab, tied: replace(
+        MODEL, num_layers=layers, num_heads=heads[0], num_kv_heads=heads[1], vocab=vocab, tied=tied
+    ),
+    st.integers(3, 12),
+    st.sampled_from([(4, 2), (4, 4), (6, 2), (6, 3), (4, 1)]),
+    st.integers(1, 300),
+    st.booleans(),
+)
+BIG = replace(CLUSTER, num_nodes=64, devices_per_node=12)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(model=MODELS, layout=LAYOUTS, seq_len=st.sampled_from([48, 60]), global_batch=st.sampled_from([4, 8, 12]))
+def test_whatever_has_no_problems_can_be_cut(model, layout, seq_len, global_batch):
+    job = replace(JOB, seq_len=seq_len, global_batch=global_batch)
+    assume(not problems(model, job, BIG, layout))
+    split(model, seq_len, layout.num_stages, layout.stage_layers, tensor=layout.tensor)
+    num_micro_batches = layout.num_micro_batches(global_batch)
+    assert num_micro_batches * layout.micro_batch * layout.data == global_batch
+    check(schedule(layout.schedule, layout.pipeline, layout.virtual_stages, num_micro_batches))
+    groups(model, layout)
+    assert _elements_held(model, layout, seq_len) == model.num_parameters
+
+
+def _elements_held(model, layout, seq_len):
+    """Elements over all ranks, copies left out. Every rank must hold something of every parameter that it has."""
+    held = 0
+    for coord in (coord for coord in layout.coords() if coord.data == 0):
+        for buffer in rank_buffers(model, layout, coord, seq_len):
+            assert all((part.stop - part.start) % layout.data == 0 for part in buffer.parts)
+            assert all(piece.rectangle.num_elements for piece in buffer.pieces)
+            for part in buffer.parts:
+                inside = [piece for piece in buffer.pieces if part.start <= piece.offset < part.stop]
+                held += part.counted * sum(piece.rectangle.num_elements for piece in inside)
+    return held
