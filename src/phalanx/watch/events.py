@@ -1,10 +1,9 @@
 """The ring file: what one rank is doing, readable by anyone on its host, even after the rank was killed.
 
-Each rank writes two short records per communication call into a memory-mapped file: at its begin and at its end. The
-file holds the last NUM_CALLS calls and a header that says where the rank is now (step, micro-batch, phase, the call it
-waits in). The kernel owns the pages, so they survive any death of the writer but the host's. Writer and reader live
-here together: nobody else knows the format. A record costs about a microsecond, because everything textual is interned once
-in a table of strings and a record is one `struct.pack_into`.
+Each rank records every communication call in a memory-mapped file, at its begin and at its end. The file holds the
+last NUM_CALLS calls and a header that says where the rank is now (step, micro-batch, phase, the call it waits in). The
+kernel owns the pages, so they survive any death of the writer but the host's. Writer and reader live here: nobody else
+knows the format. A record costs about a microsecond, because what is textual is interned once in a table of strings.
 
     identity | state | strings: (length, UTF-8)* | ring: NUM_CALLS records
 
@@ -180,7 +179,8 @@ class RingWriter:
         """Record that the rank blocks from now on until the call `number` is complete."""
         self._waiting, self._since = number, time.monotonic()
         if self._number - number < NUM_CALLS:
-            _TIME.pack_into(self._map, _RING_OFFSET + number % NUM_CALLS * _CALL_BYTES + _WAIT_OFFSET, self._since)
+            offset = _RING_OFFSET + number % NUM_CALLS * _CALL_BYTES + _WAIT_OFFSET
+            _TIME.pack_into(self._map, offset, self._since)
         self.beat()
 
     def end(self, number: int) -> None:
@@ -247,8 +247,7 @@ def read_ring(path: Path) -> RingState:
         raise RunError(f"{path} is not a ring file of this version: {len(data)} bytes, beginning with {data[:8]!r}")
     _, pid, parent, rank, attempt, offset, copied_s = _IDENTITY.unpack_from(data, 0)
     step, micro_batch, phase, heartbeat_s, waiting, _ = _STATE.unpack_from(data, _STATE_OFFSET)
-    strings = _read_strings(data)
-    text = dict(enumerate(strings))
+    text = dict(enumerate(_read_strings(data)))
     calls = sorted(_read_calls(data, text), key=lambda call: call.number)
     return RingState(
         pid=pid,
@@ -293,9 +292,8 @@ def process_status(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "dead"
-    letter = stat.rpartition(")")[2].split()[0]
-    names = {"R": "running", "S": "sleeping", "D": "waits for a device", "T": "stopped", "t": "stopped"}
-    return names.get(letter, "dead" if letter in "ZXx" else "sleeping")
+    names = {"R": "running", "D": "waits for a device", "T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
+    return names.get(stat.rpartition(")")[2].split()[0], "sleeping")
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -323,13 +321,12 @@ def _create(path: Path) -> mmap.mmap:
 
 def _stable(path: Path) -> bytes:
     """Two equal copies in a row mean that no record was being written meanwhile; a busy writer gets the last copy."""
-    data = path.read_bytes()
+    data, again = b"", path.read_bytes()
     for _ in range(5):
-        again = path.read_bytes()
         if again == data:
             break
-        data = again
-    return data
+        data, again = again, path.read_bytes()
+    return again
 
 
 def _read_strings(data: bytes) -> list[str]:
