@@ -4,27 +4,35 @@ from __future__ import annotations
 
 from phalanx.plan.comm import Group
 from phalanx.plan.layout import Layout, lines
+from phalanx.plan.schedule import placement
 from phalanx.spec.model import ModelSpec
 
 
 def kv_copies(model: ModelSpec, tensor: int) -> int:
-    """How many tensor ranks hold the same kv head: above 1 when the tensor axis has more ranks than there are kv heads."""
+    """How many tensor ranks hold the same kv head: above 1 when there are more tensor ranks than kv heads."""
     return max(1, tensor // model.num_kv_heads)
 
 
+def embedding_holders(layout: Layout) -> tuple[int, int]:
+    """Pipeline coordinates of the first and of the last stage."""
+    places = placement(layout.schedule, layout.pipeline, layout.virtual_stages)
+    return places[0][0], places[-1][0]
+
+
 def head_copies_embedding(model: ModelSpec, layout: Layout) -> bool:
-    """Whether the output head is a second copy of a tied embedding, kept on another pipeline rank than the first.
+    """Whether the output head is a second copy of a tied embedding, kept on another pipeline coordinate.
 
     Both copies start equal and get the sum of both gradients, so they stay equal to the last bit (correctness.md 5, 6).
     """
-    return model.tied and layout.pipeline > 1
+    first, last = embedding_holders(layout)
+    return model.tied and first != last
 
 
 def groups(model: ModelSpec, layout: Layout) -> tuple[Group, ...]:
     """Every group of more than one rank, each rank at most once per name.
 
     "world": control messages (loss, norm, votes). "tensor", "data", "pipeline": the axes. "kv": ranks that hold copies
-    of one kv head. "tied": the first and last pipeline ranks, which hold the copies of a tied embedding.
+    of one kv head. "tied": the two ranks that hold the copies of a tied embedding.
     """
     named: list[tuple[str, list[tuple[int, ...]]]] = [("world", [tuple(range(layout.num_ranks))])]
     named += [(axis, lines(layout, axis)) for axis in ("tensor", "data", "pipeline")]
@@ -34,5 +42,6 @@ def groups(model: ModelSpec, layout: Layout) -> tuple[Group, ...]:
             ("kv", [line[i : i + copies] for line in lines(layout, "tensor") for i in range(0, layout.tensor, copies)])
         )
     if head_copies_embedding(model, layout):
-        named.append(("tied", [(line[0], line[-1]) for line in lines(layout, "pipeline")]))
+        first, last = embedding_holders(layout)
+        named.append(("tied", [(line[first], line[last]) for line in lines(layout, "pipeline")]))
     return tuple(Group(name=name, ranks=ranks) for name, lists in named for ranks in lists if len(ranks) > 1)

@@ -3,8 +3,8 @@
 A stage consists of blocks (embedding, one per layer, head), and each block's parameters lie in one flat Buffer:
 
     Buffer   = Parts one after another; a Part holds values that are treated alike: decayed by the optimizer or not, and
-               held once or in copies. Each Part is padded to a multiple of (data × ALIGNMENT) elements, so that it can be
-               cut evenly over the data axis; padding stays zero.
+               held once or in copies. Each Part is padded to a multiple of (data × ALIGNMENT) elements, so that it can
+               be cut evenly over the data axis; padding stays zero.
     Part     = Leaves one after another. A Leaf is what one matrix product uses.
     Leaf     = named Pieces side by side (q, k, v; gate, up), along dim 0.
     Piece    = this rank's rectangle of one global, unpadded parameter.
@@ -21,6 +21,7 @@ from typing import Literal
 
 from phalanx.plan.groups import head_copies_embedding, kv_copies
 from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.schedule import placement
 from phalanx.plan.stages import Stage, split
 from phalanx.spec.model import ModelSpec
 
@@ -76,7 +77,7 @@ class Rectangle:
 class Piece:
     """This rank's rectangle of one parameter, row-major in a buffer from element `offset` on.
 
-    `shape` is what the buffer holds; it has more rows than `rectangle` where the vocabulary is padded (those rows are zero).
+    `shape` is what the buffer holds; where the vocabulary is padded it has more rows than `rectangle`, all zero.
     """
 
     parameter: Parameter
@@ -90,7 +91,7 @@ class Piece:
         return math.prod(self.shape)
 
     def rectangles(self, start: int, stop: int) -> Iterator[tuple[int, Rectangle]]:
-        """What the buffer's elements [start, stop) hold of this piece: at most three pairs of (first element, rectangle).
+        """What the elements [start, stop) of the buffer hold of this piece: up to three (first element, rectangle).
 
         A flat range of a matrix is the end of one row, whole rows, and the beginning of another.
         """
@@ -233,8 +234,8 @@ class _Cutter:
         return drafts
 
     def row(self, leaf: str, name: str, columns: int) -> list[_Draft]:
-        """A linear layer whose input is cut over the tensor axis and whose output is summed. Its std shrinks with depth,
-        so that the residual stream keeps its scale (GPT-2 paper, 2.3)."""
+        """A linear layer whose input is cut over the tensor axis and whose output is summed. Its std shrinks with
+        depth, so that the residual stream keeps its scale (GPT-2 paper, 2.3)."""
         std = self.model.init_std / math.sqrt(2 * self.model.num_layers)
         weight = Parameter(name=f"{name}.weight", shape=(self.model.hidden, columns), std=std)
         drafts = [self.cut(leaf, weight, 1)]
@@ -288,7 +289,9 @@ def _place(name: str, drafts: Sequence[_Draft], layout: Layout, coord: Coord, nu
     for draft in drafts:
         by_part.setdefault((draft.parameter.decayed, draft.copies), []).append(draft)
     leaves, parts, offset = [], [], 0
-    for (decayed, copies), members in sorted(by_part.items(), key=lambda item: (not item[0][0], order.index(item[0][1]))):
+    for (decayed, copies), members in sorted(
+        by_part.items(), key=lambda item: (not item[0][0], order.index(item[0][1]))
+    ):
         start = offset
         by_leaf: dict[str, list[Piece]] = {}
         for leaf in dict.fromkeys(draft.leaf for draft in members):
@@ -322,9 +325,13 @@ def stage_buffers(model: ModelSpec, layout: Layout, coord: Coord, stage: Stage) 
 
 
 def rank_stages(model: ModelSpec, layout: Layout, coord: Coord, seq_len: int) -> tuple[Stage, ...]:
-    """The stages that the rank at `coord` holds, one per chunk (virtual stage)."""
-    stages = split(model, seq_len, layout.num_stages, layout.stage_layers, tensor=layout.tensor)
-    return stages[coord.pipeline :: layout.pipeline]
+    """The stages that the rank at `coord` holds, in order of its chunks (virtual stages)."""
+    stages = split(model, seq_len, layout.num_stages, layout.stage_layers)
+    places = placement(layout.schedule, layout.pipeline, layout.virtual_stages)
+    mine = [
+        (chunk, stage) for (pipeline, chunk), stage in zip(places, stages, strict=True) if pipeline == coord.pipeline
+    ]
+    return tuple(stage for _, stage in sorted(mine, key=lambda item: item[0]))
 
 
 def rank_buffers(model: ModelSpec, layout: Layout, coord: Coord, seq_len: int) -> tuple[Buffer, ...]:

@@ -1,0 +1,130 @@
+"""Engine: everything that one rank trains with, put together from a Plan, a Coord and the Comms of its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.plan.comm import Comm
+from phalanx.plan.layout import Coord
+from phalanx.plan.plan import Plan
+from phalanx.plan.schedule import Action, schedule
+from phalanx.plan.shards import Copies, rank_stages, stage_buffers
+from phalanx.trainer.data_parallel import DataParallel, Slice
+from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
+from phalanx.trainer.initial import fill
+from phalanx.trainer.model import MicroBatch, Stage, build
+from phalanx.trainer.optim import AdamW, squared_norm
+from phalanx.trainer.pipeline_parallel import Pipeline
+from phalanx.trainer.tensor_parallel import TensorParallel
+
+
+class Engine:
+    """The parts of one rank, and the four acts of a step, in order: `forward_backward`, `synchronize`, `totals`,
+    `update`. `loop.step` calls them; `verify` calls them too and looks at the gradients between."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        coord: Coord,
+        comm: Callable[[str], Comm],
+        device: torch.device,
+        on_action: Callable[[Action], None] = lambda action: None,
+    ) -> None:
+        """`comm(name)` gives this rank's Comm of a group. Weights are drawn here."""
+        model, job, layout = plan.model, plan.job, plan.layout
+        self.plan, self.coord, self.device, self.comm = plan, coord, device, comm
+        self.parallel = TensorParallel(comm("tensor"), layout.sequence_parallel)
+        dtype = COMPUTE_DTYPES[job.precision]
+        chunks = [
+            [FlatBuffer(buffer, dtype, device) for buffer in stage_buffers(model, layout, coord, stage)]
+            for stage in rank_stages(model, layout, coord, job.seq_len)
+        ]
+        self.buffers = [buffer for chunk in chunks for buffer in chunk]
+        for buffer in self.buffers:
+            fill(buffer, job.seed)
+        embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
+        stages = [build(chunk, model, job.seq_len, self.parallel, embedding) for chunk in chunks]
+        self.pipeline = self._pipeline(stages, dtype, on_action)
+        self.data = DataParallel(self.buffers, comm("data"), layout.zero, layout.bucket_bytes)
+        self.optimizer = AdamW(self.data.slices, job.optimizer)
+
+    def _pipeline(self, stages: Sequence[Stage], dtype: torch.dtype, on_action: Callable[[Action], None]) -> Pipeline:
+        job, layout = self.plan.job, self.plan.layout
+        num_micro_batches = layout.num_micro_batches(job.global_batch)
+        order = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, num_micro_batches)
+        held = len(self.parallel.held_tokens(layout.micro_batch * job.seq_len))
+        activations = torch.empty(held, self.plan.model.hidden, dtype=dtype, device=self.device)
+        return Pipeline(order, stages, self.comm("pipeline"), activations, on_action)
+
+    @property
+    def positions(self) -> range:
+        """The places in the global batch that this rank's data coordinate trains on."""
+        share = self.plan.job.global_batch // self.plan.layout.data
+        return range(self.coord.data * share, (self.coord.data + 1) * share)
+
+    def micro_batches(self, tokens: Tensor, labels: Tensor, num_supervised: int, step: int) -> list[MicroBatch]:
+        """Cut this rank's sequences [sequences, seq_len] into micro-batches. `num_supervised`: of the global batch."""
+        sequences = torch.tensor(self.positions, device=self.device)
+        size = self.plan.layout.micro_batch
+        pieces = zip(tokens.split(size), labels.split(size), sequences.split(size), strict=True)
+        return [
+            MicroBatch(
+                tokens=token,
+                labels=label,
+                sequences=sequence,
+                num_supervised=num_supervised,
+                step=step,
+                seed=self.plan.job.seed,
+            )
+            for token, label, sequence in pieces
+        ]
+
+    def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Run the schedule; gradients are summed over micro-batches and, bucket by bucket, over the data axis. Returns
+        this rank's share of the loss (float64)."""
+        self.data.zero_gradients()
+        loss = self.pipeline.run(batches, self.data.on_final)
+        self.data.finish()
+        return loss
+
+    def synchronize(self) -> None:
+        """Make the gradients of copies complete: after this, gradients are as the optimizer gets them.
+
+        Values replicated over the tensor axis saw only this rank's tokens under sequence parallelism; a kv head's
+        copies saw only their own query heads; each copy of a tied embedding only its use (correctness.md 6, 9, 10).
+        """
+        if self.parallel.cuts_tokens:
+            self._sum_copies("tensor", "tensor", "replicated gradients")
+        self._sum_copies("kv", "kv", "kv copy gradients")
+        tied = self.comm("tied")
+        if tied.size > 1:
+            wanted: Copies = "none" if tied.index == 0 else "tied"
+            name = "embedding" if tied.index == 0 else "head"
+            mine = [part for part in self.data.slices if part.buffer.layout.name == name and part.part.copies == wanted]
+            tied.all_reduce([part.gradients for part in mine], purpose="tied gradients")
+
+    def _sum_copies(self, copies: Copies, group: str, purpose: str) -> None:
+        tensors = [part.gradients for part in self.data.slices if part.part.copies == copies]
+        if tensors:
+            self.comm(group).all_reduce(tensors, purpose=purpose)
+
+    def totals(self, loss: Tensor) -> tuple[float, float]:
+        """Loss and gradient norm of the whole model and batch, the same bits on all ranks: one small message."""
+        # Every tensor rank of the last stage has computed the same loss: one of them speaks.
+        mine = loss if self.coord.tensor == 0 else torch.zeros_like(loss)
+        squares = squared_norm(self.data.slices, self.data.sharded, self.coord.data == 0)
+        both = torch.stack([mine, squares])
+        self.comm("world").all_reduce(both, purpose="loss and norm")
+        return both[0].item(), both[1].sqrt().item()
+
+    def update(self, rate: float, coefficient: float) -> None:
+        """New weights from the gradients, on all ranks that hold them."""
+        self.optimizer.step(rate, coefficient)
+        self.data.gather_parameters()
+
+    def slices(self) -> tuple[Slice, ...]:
+        """What this rank updates, in the order of `optimizer.masters`."""
+        return self.data.slices

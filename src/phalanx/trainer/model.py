@@ -1,0 +1,287 @@
+"""A plain transformer stage: embedding, layers, head. It knows local sizes and the layers it was given, not ranks.
+
+Activations are matrices [tokens, hidden]; tokens run over (sequence, position) of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.plan.shards import Leaf, Piece
+from phalanx.spec.model import ModelSpec
+from phalanx.trainer import dropout, kernels
+from phalanx.trainer.flat import FlatBuffer, Weight
+from phalanx.trainer.tensor_parallel import TensorParallel
+
+OnFinal = Callable[[FlatBuffer], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one forward reads. `tokens`, `labels` [sequences, positions] int64, labels negative where not supervised;
+    `sequences` [sequences] int64: places in the global batch. `num_supervised` counts the whole global batch, so that
+    the losses of all micro-batches of all ranks add up to its mean. `step` and `seed` address dropout."""
+
+    tokens: Tensor
+    labels: Tensor
+    sequences: Tensor
+    num_supervised: int
+    step: int = 0
+    seed: int = 0
+
+
+class Block(Protocol):
+    """One link of a stage: takes activations (the first one: None) and returns activations (the last one: the loss)."""
+
+    buffer: FlatBuffer
+
+    def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Forward."""
+
+
+class Dropout:
+    """Dropout between half-blocks, on [tokens, hidden] of which this rank may hold a slice."""
+
+    def __init__(self, model: ModelSpec, parallel: TensorParallel) -> None:
+        self.probability, self.hidden, self.parallel = model.dropout, model.hidden, parallel
+
+    def __call__(self, inputs: Tensor, batch: MicroBatch, layer: int, site: str) -> Tensor:
+        """Drop at `site` of `layer`."""
+        sequences, rows = token_places(batch, self.parallel)
+        key = dropout.site_key(batch.seed, batch.step, layer, site)
+        columns = torch.arange(self.hidden, device=inputs.device)
+        keep = dropout.keep_mask(key, self.probability, sequences.unsqueeze(1), rows.unsqueeze(1), columns)
+        return dropout.apply(inputs, keep, self.probability)
+
+
+def token_places(batch: MicroBatch, parallel: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Global sequence and position [tokens] of each token that this rank holds between half-blocks."""
+    num_positions = batch.tokens.shape[1]
+    held = parallel.held_tokens(batch.tokens.numel())
+    token = torch.arange(held.start, held.stop, device=batch.tokens.device)
+    return batch.sequences[token // num_positions], token % num_positions
+
+
+class Embedding:
+    """Token embedding, and learned positions where the model has them. Its input is the micro-batch itself."""
+
+    def __init__(self, buffer: FlatBuffer, model: ModelSpec, parallel: TensorParallel) -> None:
+        self.buffer, self.parallel = buffer, parallel
+        self.tokens, self.positions = buffer.weights["tokens"], buffer.weights.get("positions")
+        self.first_row = parallel.comm.index * self.tokens.value.shape[0]
+        self.dropout = Dropout(model, parallel) if model.dropout else None
+
+    def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Look up the tokens of `batch`."""
+        assert inputs is None, "the embedding stands first"
+        anchor = torch.zeros((), device=batch.tokens.device, requires_grad=True)
+        output = self.parallel.embed(batch.tokens.flatten(), self.tokens, self.first_row, anchor)
+        if self.positions is not None:
+            output = kernels.add_positions(output, self.positions, token_places(batch, self.parallel)[1])
+        return self.dropout(output, batch, -1, "embedding") if self.dropout else output
+
+
+class Norm:
+    """The norm that the model asks for, over a buffer's leaves `name` and `name_bias`."""
+
+    def __init__(self, buffer: FlatBuffer, name: str, model: ModelSpec) -> None:
+        self.weight, self.bias = buffer.weights[name], buffer.weights.get(f"{name}_bias")
+        self.eps = model.norm_eps
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Normalize [tokens, hidden]."""
+        if self.bias is None:
+            return kernels.rms_norm(inputs, self.weight, self.eps)
+        return kernels.layer_norm(inputs, self.weight, self.bias, self.eps)
+
+
+class Attention:
+    """Causal self-attention on this rank's heads: [tokens, features of q, k and v] → [tokens, heads × width]."""
+
+    def __init__(
+        self, model: ModelSpec, heads: range, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self.heads, self.num_kv_heads, self.rotation = heads, num_kv_heads, rotation
+        self.dropout = model.attention_dropout
+
+    def __call__(self, qkv: Tensor, batch: MicroBatch, layer: int) -> Tensor:
+        """Attend within each sequence."""
+        num_sequences, num_positions = batch.tokens.shape
+        num_heads, num_kv = len(self.heads), self.num_kv_heads
+        rotation = (
+            None if self.rotation is None else (self.rotation[0][:num_positions], self.rotation[1][:num_positions])
+        )
+        split = kernels.split_heads(qkv.view(num_sequences, num_positions, -1), num_heads, num_kv, rotation)
+        q, k, v = split.split([num_heads, num_kv, num_kv], 1)
+        if self.dropout:
+            output = self._with_dropout(q, k, v, batch, layer)
+        else:
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_kv != num_heads)
+        return output.transpose(1, 2).reshape(num_sequences * num_positions, -1)
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, layer: int) -> Tensor:
+        """Attention written out, since fused kernels draw masks of their own, which would depend on the layout."""
+        k, v = (tensor.repeat_interleave(len(self.heads) // self.num_kv_heads, 1) for tensor in (k, v))
+        scores = (q @ k.transpose(2, 3)) / math.sqrt(q.shape[-1])
+        place = torch.arange(q.shape[2], device=q.device)
+        weights = torch.softmax(scores.masked_fill(place > place.unsqueeze(1), -math.inf), -1)
+        head = torch.tensor(self.heads, device=q.device)
+        key = dropout.site_key(batch.seed, batch.step, layer, "attention")
+        sequences = batch.sequences.view(-1, 1, 1, 1)
+        keep = dropout.keep_mask(key, self.dropout, sequences, head.view(-1, 1, 1), place.unsqueeze(1), place)
+        return dropout.apply(weights, keep, self.dropout) @ v
+
+
+class Layer:
+    """One transformer block: attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        index: int,
+        model: ModelSpec,
+        parallel: TensorParallel,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self.buffer, self.index, self.model, self.parallel = buffer, index, model, parallel
+        weights = buffer.weights
+        qkv = [name for name in ("qkv", "kv") if name in weights]
+        self.qkv, self.qkv_bias = _leaves(weights, qkv)
+        self.up, self.up_bias = _leaves(weights, ["up"])
+        self.out, self.out_bias = weights["out"], weights.get("out_bias")
+        self.down, self.down_bias = weights["down"], weights.get("down_bias")
+        self.norm1, self.norm2 = Norm(buffer, "norm1", model), Norm(buffer, "norm2", model)
+        q, k = _piece(buffer, "q_proj.weight"), _piece(buffer, "k_proj.weight")
+        heads = range(*(row // model.head_dim for row in (q.rectangle.start[0], q.rectangle.stop[0])))
+        self.attention = Attention(model, heads, k.shape[0] // model.head_dim, rotation)
+        self.dropout = Dropout(model, parallel) if model.dropout else None
+
+    def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Forward of one block."""
+        assert inputs is not None
+        qkv = self.parallel.column(self.norm1(inputs), self.qkv, self.qkv_bias, "attention")
+        attended = self.attention(qkv, batch, self.index)
+        middle = self._close(attended, self.out, self.out_bias, inputs, batch, "attention")
+        up = self.parallel.column(self.norm2(middle), self.up, self.up_bias, "mlp")
+        return self._close(self._activate(up), self.down, self.down_bias, middle, batch, "mlp")
+
+    def _activate(self, up: Tensor) -> Tensor:
+        if self.model.gated:
+            return kernels.swiglu(up)
+        return F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
+
+    def _close(
+        self, inputs: Tensor, weight: Weight, bias: Weight | None, residual: Tensor, batch: MicroBatch, purpose: str
+    ) -> Tensor:
+        if self.dropout is None:
+            return self.parallel.row(inputs, weight, bias, residual, purpose)
+        output = self.parallel.row(inputs, weight, bias, None, purpose)
+        return residual + self.dropout(output, batch, self.index, purpose)
+
+
+class Head:
+    """Final norm, output head and loss. Returns this micro-batch's share of the global mean loss, a scalar."""
+
+    def __init__(
+        self, buffer: FlatBuffer, weight: Weight, vocabulary: range, model: ModelSpec, parallel: TensorParallel
+    ) -> None:
+        self.buffer, self.weight, self.vocabulary, self.parallel = buffer, weight, vocabulary, parallel
+        self.norm = Norm(buffer, "norm", model)
+
+    def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Loss of `batch`."""
+        assert inputs is not None
+        labels = batch.labels.flatten()
+        return self.parallel.head_loss(self.norm(inputs), self.weight, labels, self.vocabulary, batch.num_supervised)
+
+
+class Stage:
+    """Blocks in order; what one pipeline coordinate runs of a micro-batch at a time."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = tuple(blocks)
+
+    def __call__(self, inputs: Tensor | None, batch: MicroBatch, on_final: OnFinal | None = None) -> Tensor | None:
+        """Forward through all blocks. A stage without blocks hands its input on.
+
+        With `on_final`, the backward of this very forward calls it for each block as soon as that block's gradients
+        are complete: when the gradient of the block's input is known. The embedding, whose input has no gradient, is
+        left to the caller: it is complete when backward returns.
+        """
+        activations = inputs
+        for block in self.blocks:
+            if on_final is not None and activations is not None:
+                activations.register_hook(_announce(on_final, block.buffer))
+            activations = block(activations, batch)
+        return activations
+
+    @property
+    def final_at_end(self) -> tuple[FlatBuffer, ...]:
+        """Buffers whose gradients are complete only when backward has returned."""
+        return tuple(block.buffer for block in self.blocks if isinstance(block, Embedding))
+
+
+def _announce(on_final: OnFinal, buffer: FlatBuffer) -> Callable[[Tensor], None]:
+    return lambda gradient: on_final(buffer)
+
+
+def _leaves(weights: dict[str, Weight], names: Sequence[str]) -> tuple[list[Weight], list[Weight] | None]:
+    values = [weights[name] for name in names]
+    return values, [weights[f"{name}_bias"] for name in names] if f"{names[0]}_bias" in weights else None
+
+
+def _piece(buffer: FlatBuffer, ending: str) -> Piece:
+    return next(piece for piece in buffer.layout.pieces if piece.parameter.name.endswith(ending))
+
+
+def rotation_table(
+    model: ModelSpec, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [seq_len, head_dim / 2] of rotary positions, computed in float64; None for learned ones."""
+    if model.positions != "rope":
+        return None
+    frequencies = torch.tensor(model.rope_inverse_frequencies(), dtype=torch.float64, device=device)
+    angles = torch.arange(seq_len, dtype=torch.float64, device=device).unsqueeze(1) * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def build(
+    buffers: Sequence[FlatBuffer],
+    model: ModelSpec,
+    seq_len: int,
+    parallel: TensorParallel,
+    tied_embedding: FlatBuffer | None,
+) -> Stage:
+    """The stage whose blocks' parameters are `buffers`, in order. `tied_embedding`: the embedding's buffer where a tied
+    head shares it on this rank."""
+    blocks: list[Block] = []
+    rotation: tuple[Tensor, Tensor] | None = None
+    for buffer in buffers:
+        if buffer.layout.name == "embedding":
+            blocks.append(Embedding(buffer, model, parallel))
+        elif buffer.layout.name == "head":
+            source = buffer if "head" in buffer.weights else tied_embedding
+            assert source is not None, "a tied head without its embedding"
+            leaf = _vocabulary_leaf(source)
+            blocks.append(Head(buffer, source.weights[leaf.name], _rows(leaf), model, parallel))
+        else:
+            if rotation is None:
+                rotation = rotation_table(model, seq_len, buffer.parameters.dtype, buffer.parameters.device)
+            blocks.append(Layer(buffer, int(buffer.layout.name.split(".")[1]), model, parallel, rotation))
+    return Stage(blocks)
+
+
+def _vocabulary_leaf(buffer: FlatBuffer) -> Leaf:
+    return next(leaf for leaf in buffer.layout.leaves if leaf.name in ("head", "tokens"))
+
+
+def _rows(leaf: Leaf) -> range:
+    rectangle = leaf.pieces[0].rectangle
+    return range(rectangle.start[0], rectangle.stop[0])

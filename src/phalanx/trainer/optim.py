@@ -1,0 +1,82 @@
+"""AdamW on flat slices, clipping by one norm of the whole model, and the learning-rate curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.spec.job import OptimizerSpec
+from phalanx.trainer.data_parallel import Slice
+
+
+def learning_rate(spec: OptimizerSpec, step: int, num_steps: int) -> float:
+    """The rate of step `step` (0 first): linear warm-up to `lr`, then the curve down to `min_lr` at the last step."""
+    if step < spec.warmup_steps:
+        return spec.lr * (step + 1) / spec.warmup_steps
+    if spec.schedule == "constant":
+        return spec.lr
+    done = (step - spec.warmup_steps) / max(1, num_steps - 1 - spec.warmup_steps)
+    left = 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if spec.schedule == "cosine" else 1 - min(1.0, done)
+    return spec.min_lr + (spec.lr - spec.min_lr) * left
+
+
+def clip_coefficient(norm: float, clip_norm: float) -> float:
+    """What gradients are multiplied by so that their global norm is at most `clip_norm` (0: no limit)."""
+    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+
+
+def squared_norm(slices: Sequence[Slice], sharded: bool, first_data_rank: bool) -> Tensor:
+    """This rank's share of the squared global gradient norm, float64: summed over all ranks, each value counts once.
+
+    Copies count on one rank only. Without sharding, data replicas hold the same gradients, and the first one counts.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=slices[0].gradients.device if slices else None)
+    if sharded or first_data_rank:
+        for part in slices:
+            if part.part.counted:
+                total += torch.linalg.vector_norm(part.gradients).double().square()
+    return total
+
+
+class AdamW:
+    """Decoupled weight decay on matrices only (Loshchilov and Hutter 2019); one fused update for all slices.
+
+    Master weights and moments have the accumulation dtype. Where parameters have it too, they are their own masters.
+    """
+
+    def __init__(self, slices: Sequence[Slice], spec: OptimizerSpec) -> None:
+        self.slices = tuple(slices)
+        wide = [part.gradients.dtype for part in slices]
+        self.masters = tuple(
+            torch.nn.Parameter(part.parameters.to(dtype), requires_grad=False)
+            for part, dtype in zip(slices, wide, strict=True)
+        )
+        groups = [
+            {"params": self._masters(decayed=True), "weight_decay": spec.weight_decay},
+            {"params": self._masters(decayed=False), "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
+        )
+
+    def _masters(self, *, decayed: bool) -> list[torch.nn.Parameter]:
+        pairs = zip(self.slices, self.masters, strict=True)
+        return [master for part, master in pairs if part.part.decayed == decayed and master.numel()]
+
+    def step(self, rate: float, coefficient: float) -> None:
+        """Update with learning rate `rate`; gradients are multiplied by `coefficient` (clipping) on the way."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for part, master in zip(self.slices, self.masters, strict=True):
+            master.grad = part.gradients
+        # The fused kernel divides by grad_scale as it reads, which saves a pass over all gradients.
+        scale = None if coefficient == 1.0 else torch.tensor(1.0 / coefficient, device=self.masters[0].device)
+        self.optimizer.grad_scale = scale
+        self.optimizer.step()
+        for part, master in zip(self.slices, self.masters, strict=True):
+            master.grad = None
+            if master.dtype != part.parameters.dtype:
+                part.parameters.copy_(master)

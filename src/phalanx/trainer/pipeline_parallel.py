@@ -1,0 +1,142 @@
+"""Executes any Schedule: the actions of one pipeline coordinate in the listed order, with the transfers they imply.
+
+Nothing here knows a schedule by name. A send is under way until the next one on its channel; a receive is posted one
+action ahead, so that the message travels while this rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from phalanx.plan.comm import Comm, Work
+from phalanx.plan.schedule import FORWARD_CHANNEL, Action, Schedule, Transfer
+from phalanx.trainer.flat import FlatBuffer
+from phalanx.trainer.model import MicroBatch, Stage
+
+OnAction = Callable[[Action], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a forward leaves for its backward: the stage's input, and where its output entered autograd."""
+
+    inputs: Tensor | None
+    output: GradientEdge | None
+
+
+@dataclass(slots=True)
+class _Step:
+    """State of one step: what is on its way in either direction, and what waits for its backward."""
+
+    batches: Sequence[MicroBatch]
+    on_final: Callable[[FlatBuffer], None]
+    loss: Tensor
+    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    receiving: dict[Transfer, tuple[Tensor, Work]] = field(default_factory=dict)
+    sending: dict[tuple[int, int], tuple[Work, Tensor]] = field(default_factory=dict)
+    local: dict[Transfer, Tensor] = field(default_factory=dict)
+
+
+class Pipeline:
+    """One pipeline coordinate: its stages (by chunk), its neighbours, and the shape of what they exchange."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        comm: Comm,
+        activations: Tensor,
+        on_action: OnAction = lambda action: None,
+    ) -> None:
+        """`activations` is any tensor of the shape [tokens, hidden], dtype and device that stages exchange. `on_action`
+        is called before each action."""
+        self.schedule, self.stages, self.comm, self.on_action = schedule, stages, comm, on_action
+        self.activations = activations.to("meta")
+        self.device = activations.device
+        self.actions = schedule.actions[comm.index]
+        self.last_to_add = schedule.last_to_add(comm.index)
+        self.needs = [schedule.needs(comm.index, action) for action in self.actions]
+
+    def run(self, batches: Sequence[MicroBatch], on_final: Callable[[FlatBuffer], None]) -> Tensor:
+        """All actions of one step. Gradients end up in the flat buffers; `on_final(buffer)` is called once per buffer,
+        as soon as nothing will be added to it any more. Returns the sum of this rank's losses, float64."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        step = _Step(batches=batches, on_final=on_final, loss=loss)
+        for index, action in enumerate(self.actions):
+            self.on_action(action)
+            self._receive_ahead(step, index)
+            if action.kind == "forward":
+                self._forward(step, action, self.needs[index])
+            else:
+                self._backward(step, action, self.needs[index])
+        for work, _ in step.sending.values():
+            work.wait()
+        assert not step.kept and not step.receiving and not step.local, "the schedule left something undone"
+        return step.loss
+
+    def _forward(self, step: _Step, action: Action, need: Transfer | None) -> None:
+        stage, batch = self.stages[action.chunk], step.batches[action.micro_batch]
+        inputs = None if need is None else self._take(step, need).requires_grad_()
+        adds_last = self.last_to_add[action.chunk].micro_batch == action.micro_batch
+        output = stage(inputs, batch, step.on_final if adds_last else None)
+        assert output is not None, "a first stage without an embedding"
+        passed_on = output is inputs
+        edge = None if passed_on else get_gradient_edge(output)
+        step.kept[action.chunk, action.micro_batch] = _Kept(inputs, edge)
+        gift = self.schedule.gives(self.comm.index, action)
+        if gift is None:
+            step.loss += output.detach()
+        else:
+            self._give(step, gift, output.detach())
+
+    def _backward(self, step: _Step, action: Action, need: Transfer | None) -> None:
+        kept = step.kept.pop((action.chunk, action.micro_batch))
+        output_grad = None if need is None else self._take(step, need)
+        if kept.output is not None:
+            torch.autograd.backward(kept.output, output_grad)
+        gift = self.schedule.gives(self.comm.index, action)
+        if gift is not None:
+            assert kept.inputs is not None
+            input_grad = output_grad if kept.output is None else kept.inputs.grad
+            assert input_grad is not None
+            self._give(step, gift, input_grad)
+        if self.last_to_add[action.chunk] == action:
+            for buffer in self.stages[action.chunk].final_at_end:
+                step.on_final(buffer)
+
+    def _receive_ahead(self, step: _Step, index: int) -> None:
+        """Post the receives of this action and of the next one that needs any."""
+        for need in self.needs[index : index + 2]:
+            if need is None or need.local or need in step.receiving:
+                continue
+            tensor = torch.empty_like(self.activations, device=self.device)
+            work = self.comm.recv(
+                tensor, source=need.source, channel=need.channel, purpose=_purpose(need), async_op=True
+            )
+            step.receiving[need] = tensor, work
+
+    def _take(self, step: _Step, need: Transfer) -> Tensor:
+        if need.local:
+            return step.local.pop(need)
+        tensor, work = step.receiving.pop(need)
+        work.wait()
+        return tensor
+
+    def _give(self, step: _Step, gift: Transfer, tensor: Tensor) -> None:
+        if gift.local:
+            step.local[gift] = tensor
+            return
+        channel = gift.destination, gift.channel
+        if channel in step.sending:
+            step.sending.pop(channel)[0].wait()
+        work = self.comm.send(tensor, to=gift.destination, channel=gift.channel, purpose=_purpose(gift), async_op=True)
+        step.sending[channel] = work, tensor
+
+
+def _purpose(transfer: Transfer) -> str:
+    return "activations" if transfer.channel == FORWARD_CHANNEL else "activation gradients"

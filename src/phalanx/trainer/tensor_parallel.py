@@ -1,0 +1,258 @@
+"""Tensor parallelism after Megatron-LM, with or without sequence parallelism: linear layers cut by columns or rows, an
+embedding and a loss cut by the vocabulary.
+
+Activations are matrices [tokens, features], tokens in order of (sequence, position). Between half-blocks every tensor
+rank holds all tokens; under sequence parallelism (Korthikanti et al. 2022) it holds its even slice of them, an
+all-gather opens each half-block and a reduce-scatter closes it.
+
+Weight gradients are added straight into flat buffers; autograd sees activations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.plan.comm import Comm
+from phalanx.trainer.flat import Weight, add_product
+
+HEAD_ROWS = 1024
+"""Rows of logits that exist at a time. Full logits are often the largest tensor of a run (formulas.md 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The layers, over the Comm of one tensor group. With a group of one they are plain layers."""
+
+    comm: Comm
+    sequence_parallel: bool = False
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether activations between half-blocks hold only this rank's slice of the tokens."""
+        return self.sequence_parallel and self.comm.size > 1
+
+    def held_tokens(self, num_tokens: int) -> range:
+        """Which of a micro-batch's tokens this rank holds between half-blocks."""
+        if not self.cuts_tokens:
+            return range(num_tokens)
+        share = num_tokens // self.comm.size
+        return range(self.comm.index * share, (self.comm.index + 1) * share)
+
+    def column(
+        self, inputs: Tensor, weights: Sequence[Weight], biases: Sequence[Weight] | None, purpose: str
+    ) -> Tensor:
+        """Layers whose output is cut: [tokens, hidden] → [all tokens, this rank's rows of all `weights`]."""
+        return _apply(_Column, inputs, tuple(weights), tuple(biases or ()), self, purpose)
+
+    def row(self, inputs: Tensor, weight: Weight, bias: Weight | None, residual: Tensor | None, purpose: str) -> Tensor:
+        """A layer whose input is cut: [all tokens, columns] → [tokens, hidden], summed over ranks, plus `residual`."""
+        return _apply(_Row, inputs, residual, weight, bias, self, purpose)
+
+    def embed(self, tokens: Tensor, weight: Weight, first_row: int, anchor: Tensor) -> Tensor:
+        """Rows of the embedding for `tokens` [all tokens] (int64) → [tokens, hidden]. This rank holds the vocabulary
+        from `first_row` on. `anchor` is any scalar that requires a gradient: it ties the result into autograd."""
+        return _apply(_Embedding, anchor, tokens, weight, first_row, self)
+
+    def head_loss(
+        self, inputs: Tensor, weight: Weight, labels: Tensor, vocabulary: range, num_supervised: int
+    ) -> Tensor:
+        """Sum over tokens of the cross-entropy, divided by `num_supervised`: a float64 scalar, equal on all ranks.
+
+        `inputs` [tokens, hidden]; `labels` [all tokens], negative where not supervised. `vocabulary`: the real (not
+        padding) entries that this rank holds. Gradients are computed here and now, chunk by chunk; `backward` only
+        hands the input's gradient on.
+        """
+        return _apply(_HeadLoss, inputs, weight, labels, vocabulary, num_supervised, self)
+
+    def gather(self, inputs: Tensor, purpose: str) -> Tensor:
+        """[tokens, features] → [all tokens, features]; the input itself where tokens are not cut."""
+        if not self.cuts_tokens:
+            return inputs
+        out = inputs.new_empty(inputs.shape[0] * self.comm.size, *inputs.shape[1:])
+        self.comm.all_gather(inputs.contiguous(), out=out, purpose=purpose)
+        return out
+
+    def reduce(self, partial: Tensor, purpose: str) -> Tensor:
+        """Sum [all tokens, features] over ranks → [tokens, features], in place where tokens are not cut."""
+        if not self.cuts_tokens:
+            self.comm.all_reduce(partial, purpose=purpose)
+            return partial
+        out = partial.new_empty(partial.shape[0] // self.comm.size, *partial.shape[1:])
+        self.comm.reduce_scatter(partial, out=out, purpose=purpose)
+        return out
+
+
+def _apply(function: type[Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Column(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weights: tuple[Weight, ...],
+        biases: tuple[Weight, ...],
+        parallel: TensorParallel,
+        purpose: str,
+    ) -> Tensor:
+        inputs = parallel.gather(inputs, f"{purpose} input")
+        ctx.save_for_backward(inputs)
+        ctx.weights, ctx.biases, ctx.parallel, ctx.purpose = weights, biases, parallel, purpose
+        if len(weights) == 1:
+            return _linear(inputs, weights[0], biases[0] if biases else None)
+        return torch.cat([_linear(inputs, w, biases[i] if biases else None) for i, w in enumerate(weights)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        (inputs,) = ctx.saved_tensors
+        parallel, weights = ctx.parallel, ctx.weights
+        grads = output_grad.split([weight.value.shape[0] for weight in weights], 1)
+        input_grad = grads[0] @ weights[0].value
+        for weight, grad in zip(weights[1:], grads[1:], strict=True):
+            input_grad.addmm_(grad, weight.value)
+        # The weight gradient is computed while the input gradient is on its way.
+        purpose = f"{ctx.purpose} input gradient"
+        if parallel.cuts_tokens:
+            mine = input_grad.new_empty(input_grad.shape[0] // parallel.comm.size, input_grad.shape[1])
+            work = parallel.comm.reduce_scatter(input_grad, out=mine, purpose=purpose, async_op=True)
+        else:
+            mine = input_grad
+            work = parallel.comm.all_reduce(input_grad, purpose=purpose, async_op=True)
+        for weight, grad in zip(weights, grads, strict=True):
+            add_product(weight, grad, inputs)
+        for bias, grad in zip(ctx.biases, grads, strict=False):
+            bias.grad.add_(grad.sum(0))
+        work.wait()
+        return mine, None, None, None, None
+
+
+def _linear(inputs: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+    if bias is None:
+        return inputs @ weight.value.t()
+    return torch.addmm(bias.value, inputs, weight.value.t())
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        residual: Tensor | None,
+        weight: Weight,
+        bias: Weight | None,
+        parallel: TensorParallel,
+        purpose: str,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.bias, ctx.parallel, ctx.purpose = weight, bias, parallel, purpose
+        ctx.has_residual = residual is not None
+        if parallel.comm.size == 1 and residual is not None:
+            output = torch.addmm(residual, inputs, weight.value.t())
+        else:
+            output = parallel.reduce(inputs @ weight.value.t(), f"{purpose} output")
+            if residual is not None:
+                output.add_(residual)
+        return output if bias is None else output.add_(bias.value)
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        (inputs,) = ctx.saved_tensors
+        if ctx.bias is not None:
+            ctx.bias.grad.add_(output_grad.sum(0))
+        full = ctx.parallel.gather(output_grad, f"{ctx.purpose} output gradient")
+        add_product(ctx.weight, full, inputs)
+        return full @ ctx.weight.value, output_grad if ctx.has_residual else None, None, None, None, None
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tokens: Tensor, weight: Weight, first_row: int, parallel: TensorParallel
+    ) -> Tensor:
+        ctx.weight, ctx.parallel = weight, parallel
+        if parallel.comm.size == 1:
+            ctx.tokens, ctx.elsewhere = tokens, None
+            return weight.value[tokens]
+        local = tokens - first_row
+        ctx.elsewhere = ((local < 0) | (local >= weight.value.shape[0])).unsqueeze(1)
+        ctx.tokens = local.masked_fill_(ctx.elsewhere[:, 0], 0)
+        rows = weight.value[ctx.tokens].masked_fill_(ctx.elsewhere, 0)
+        return parallel.reduce(rows, "embedding output")
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        full = ctx.parallel.gather(output_grad, "embedding output gradient")
+        if ctx.elsewhere is not None:
+            full = full.masked_fill(ctx.elsewhere, 0)
+        ctx.weight.grad.index_add_(0, ctx.tokens, full.to(ctx.weight.grad.dtype))
+        return None, None, None, None, None
+
+
+class _HeadLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Weight,
+        labels: Tensor,
+        vocabulary: range,
+        num_supervised: int,
+        parallel: TensorParallel,
+    ) -> Tensor:
+        rows = len(vocabulary)
+        real = Weight(weight.value[:rows], weight.grad[:rows])
+        inputs = parallel.gather(inputs, "head input")
+        input_grad = torch.empty_like(inputs)
+        total = torch.zeros((), dtype=torch.float64, device=inputs.device)
+        for start in range(0, inputs.shape[0], HEAD_ROWS):
+            chunk = slice(start, start + HEAD_ROWS)
+            loss, input_grad[chunk] = _chunk_loss(
+                inputs[chunk], real, labels[chunk], vocabulary.start, num_supervised, parallel.comm
+            )
+            total += loss
+        ctx.input_grad = parallel.reduce(input_grad, "head input gradient")
+        return total / num_supervised
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        input_grad, ctx.input_grad = ctx.input_grad, None
+        return input_grad * output_grad.to(input_grad.dtype), None, None, None, None, None
+
+
+def _chunk_loss(
+    inputs: Tensor, weight: Weight, labels: Tensor, first_row: int, num_supervised: int, comm: Comm
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient (correctness.md 22, 23).
+
+    Each rank reduces its own columns; row maximum, sum of exponentials and target logit of all ranks then meet in one
+    small message. With z the logits and Z their log-sum-exp, d loss / d z = exp(z - Z) - onehot(label).
+    """
+    scores = (inputs @ weight.value.t()).to(weight.grad.dtype)
+    supervised = labels >= 0
+    local = labels - first_row
+    here = supervised & (local >= 0) & (local < scores.shape[1])
+    local = local.clamp(0, scores.shape[1] - 1).unsqueeze(1)
+    target = torch.where(here, scores.gather(1, local).squeeze(1), 0.0)
+    highest = scores.amax(1)
+    # In place and pass by pass: several times faster on CPU than torch.softmax, which allocates.
+    probabilities = scores.sub_(highest.unsqueeze(1)).exp_()
+    log_sum = probabilities.sum(1).log_().add_(highest)
+    if comm.size > 1:
+        every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
+        comm.all_gather(torch.stack([log_sum, target]).unsqueeze(0), out=every, purpose="loss")
+        log_sum, target = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
+    probabilities.mul_((highest - log_sum).exp_().unsqueeze(1))
+    loss = torch.where(supervised, log_sum - target, 0.0).sum(dtype=torch.float64)
+    probabilities.scatter_add_(1, local, -here.to(probabilities.dtype).unsqueeze(1))
+    scale = (supervised.to(inputs.dtype) / num_supervised).unsqueeze(1)
+    logits_grad = probabilities.to(inputs.dtype)
+    add_product(weight, logits_grad, inputs * scale)
+    return loss, (logits_grad @ weight.value).mul_(scale)
