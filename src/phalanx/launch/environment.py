@@ -1,0 +1,145 @@
+"""Who started this process: nobody in particular, or torchrun or srun as one rank of many; and whether what they
+started fits what the run needs. Found out, and complained about, before anything can hang.
+
+`trainer.world` reads the same variables when it joins; here they are only checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from phalanx.errors import InputError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """This process is rank `rank` of `num_ranks` that `by` started on `num_nodes` nodes."""
+
+    by: Literal["torchrun", "srun"]
+    rank: int
+    num_ranks: int
+    num_nodes: int
+
+    def command(self, num_ranks: int) -> str:
+        """What starts the right number of processes."""
+        if self.by == "srun":
+            return f"srun --ntasks={num_ranks} phalanx train …, and in a batch script #SBATCH --ntasks={num_ranks}"
+        nodes = f"--nnodes {self.num_nodes} " if self.num_nodes > 1 else ""
+        return f"torchrun {nodes}--nproc-per-node {max(1, num_ranks // self.num_nodes)} --no-python phalanx train …"
+
+    def check_num_ranks(self, needed: int) -> None:
+        """Raises InputError if there are more or fewer processes than the layout has ranks."""
+        if self.num_ranks != needed:
+            raise InputError(
+                f"{self._started()}, the layout needs {needed}",
+                instead=f"start {needed}: {self.command(needed)}",
+            )
+
+    def check_multiple(self, unit: int) -> None:
+        """Raises InputError if the processes cannot be dealt out to groups of `unit`, the product of the axes given."""
+        if self.num_ranks % unit:
+            near = max(unit, self.num_ranks // unit * unit)
+            raise InputError(
+                f"the layout needs a multiple of {unit} processes, got {self.num_ranks}",
+                instead=f"start {near}: {self.command(near)}",
+            )
+
+    def _started(self) -> str:
+        return (
+            f"Slurm started {_counted(self.num_ranks, 'task')}"
+            if self.by == "srun"
+            else f"torchrun started {_counted(self.num_ranks, 'process')}"
+        )
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
+    """Who started this process as one rank of several; None if nobody did.
+
+    Raises InputError for variables that are incomplete, not numbers, or contradict each other.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        rank, num_ranks, _ = _numbers(environ, _TORCHRUN[:3])
+        _complete(environ, _TORCHRUN)
+        (per_node,) = _numbers({"LOCAL_WORLD_SIZE": str(num_ranks), **environ}, ("LOCAL_WORLD_SIZE",))
+        num_nodes = max(1, num_ranks // max(1, per_node))
+        found = Launched(by="torchrun", rank=rank, num_ranks=num_ranks, num_nodes=num_nodes)
+    elif "SLURM_STEP_ID" in environ:  # set by srun for each task; a batch script alone has only the job's variables
+        rank, num_ranks, _ = _numbers(environ, _SRUN)
+        num_nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+        found = Launched(by="srun", rank=rank, num_ranks=num_ranks, num_nodes=num_nodes)
+    else:
+        return None
+    if not 0 <= found.rank < found.num_ranks:
+        raise InputError(f"rank {found.rank} of {found.num_ranks} processes", instead="start with torchrun or srun")
+    return found
+
+
+def check_slurm_job(num_ranks: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Inside a Slurm job but not under srun, this one process starts all ranks. Raises InputError if the job was given
+    several tasks, which would then stay idle, or was meant to be."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_NTASKS" not in environ:
+        return
+    values = {"SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": environ["SLURM_NTASKS"], **environ}
+    num_tasks, num_nodes, per_node = _numbers(values, ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"))
+    if num_tasks == num_nodes == per_node == 1:
+        return
+    raise InputError(
+        f"Slurm started {_counted(num_tasks, 'task')} on {_counted(num_nodes, 'node')} (per node: {per_node}), the "
+        f"layout needs {num_ranks}, and this process is none of srun's",
+        where="SLURM_NTASKS",
+        instead=f"#SBATCH --ntasks={num_ranks}, and in the script: srun phalanx train …",
+    )
+
+
+def run_name(found: Launched, name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A name for the run folder that every rank comes to without asking another.
+
+    Under Slurm it is the job's, so that a requeued job continues in its folder; under torchrun on one node, the time at
+    which torchrun started. Raises InputError where there is no such thing.
+    """
+    if "SLURM_JOB_ID" in environ:
+        return f"{name}-slurm-{environ['SLURM_JOB_ID']}"
+    if found.num_nodes > 1:
+        raise InputError(
+            "several nodes need to agree on a run folder", instead="give one that all of them reach with --run-dir"
+        )
+    return f"{name}-{datetime.fromtimestamp(_start_time(os.getppid())):%Y%m%d-%H%M%S}"
+
+
+def _start_time(pid: int) -> int:
+    """When a process started, in Unix time (proc(5): ticks since boot, and the time of the boot)."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return int(boot.split()[1]) + ticks // os.sysconf("SC_CLK_TCK")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
+def _complete(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in environ]
+    if missing:
+        present = ", ".join(name for name in names if name in environ)
+        raise InputError(
+            f"{present} is set but {', '.join(missing)} is not",
+            where="environment",
+            instead="start with torchrun, which sets all of them, or unset them to start here",
+        )
+
+
+def _numbers(environ: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
+    """The values of variables that must be whole numbers."""
+    _complete(environ, names)
+    for name in names:
+        if not environ[name].isdecimal():
+            raise InputError(f"{name} is '{environ[name]}'", where="environment", instead="a whole number")
+    return [int(environ[name]) for name in names]
