@@ -1,0 +1,167 @@
+"""Several ranks inside a test: processes forked from it, each of which runs a function."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import CommError
+from phalanx.plan.groups import groups
+from phalanx.plan.layout import Layout
+from phalanx.spec.model import ModelSpec
+from phalanx.trainer.process import die_with_parent
+from phalanx.trainer.recorder import Recorder
+from phalanx.trainer.world import World, connect
+
+torch.set_num_threads(1)  # a process with idle threads must not be forked
+
+# After the first rank has failed, the others get this long to end by themselves.
+_GRACE_S = 3.0
+
+
+class RankFailed(AssertionError):  # noqa: N818: it is what the test asserts
+    """A rank raised, died or did not end in time. `rank` is the first one, `cause` its exception if it had one."""
+
+    def __init__(self, rank: int, text: str, cause: BaseException | None = None) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.rank, self.cause = rank, cause
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, mortal: Collection[int] = ()
+) -> list[Any]:
+    """Call `function(rank, *args)` in `num_ranks` forked processes; returns what they return, in rank order.
+
+    Whatever they return or raise must pickle. Raises RankFailed for the first rank that raises or dies, and if not all
+    have ended after `timeout` seconds; ranks in `mortal` may die (they return None). No process outlives the call.
+    """
+    pids: dict[int, int] = {}
+    results: dict[int, Any] = {}
+    failure: RankFailed | None = None
+    deadline = time.monotonic() + timeout
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with selectors.DefaultSelector() as selector:
+        try:
+            for rank in range(num_ranks):
+                pids[rank], pipe = _fork(rank, function, args)
+                selector.register(pipe, selectors.EVENT_READ, (rank, bytearray()))
+            while selector.get_map():
+                events = selector.select(deadline - time.monotonic()) if deadline > time.monotonic() else []
+                if not events:
+                    missing = sorted(key.data[0] for key in selector.get_map().values())
+                    failure = failure or RankFailed(missing[0], f"ranks {missing} had not ended after {timeout} s")
+                    break
+                for key, _ in events:
+                    rank, data = key.data
+                    chunk = os.read(key.fd, 1 << 20)
+                    data += chunk
+                    if chunk:
+                        continue
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    result = _result(rank, bytes(data), rank in mortal)
+                    if not isinstance(result, RankFailed):
+                        results[rank] = result
+                    elif failure is None or (isinstance(failure.cause, CommError) and _earlier(result, failure)):
+                        failure = result
+                        deadline = min(deadline, time.monotonic() + _GRACE_S)
+        finally:
+            for key in list(selector.get_map().values()):
+                os.close(key.fd)
+            for pid in pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    if failure:
+        raise failure from failure.cause
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def run_worlds(
+    layout: Layout,
+    function: Callable[..., Any],
+    *args: Any,
+    model: ModelSpec,
+    timeout: float = 60.0,
+    timeout_s: float = 30.0,
+    mortal: Collection[int] = (),
+) -> list[Any]:
+    """Call `function(world, *args)` in one forked process per rank of `layout`; see `run_ranks`.
+
+    `timeout_s` is the Comms' own time limit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+
+        def main(rank: int) -> Any:
+            store = dist.FileStore(str(Path(folder) / "store"), layout.num_ranks)
+            recorder = Recorder()
+            own = [group for group in groups(model, layout) if rank in group.ranks]
+            comms = connect(own, rank=rank, store=store, recorder=recorder, timeout_s=timeout_s)
+            world = World(rank=rank, layout=layout, device=torch.device("cpu"), recorder=recorder, comms=comms)
+            result = function(world, *args)
+            world.close()
+            return result
+
+        return run_ranks(layout.num_ranks, main, timeout=timeout, mortal=mortal)
+
+
+def _fork(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, int]:
+    """Start one rank. Returns its process id and the pipe on which its pickled result will come."""
+    parent = os.getpid()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write_end)
+        return pid, read_end
+    try:
+        die_with_parent(parent, signal.SIGKILL)
+        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # pytest's own time limit is the parent's
+        os.close(read_end)
+        try:
+            answer = ("returned", function(rank, *args))
+        except BaseException as error:  # noqa: BLE001: all of it goes to the parent
+            answer = ("raised", (_picklable(error), traceback.format_exc()))
+        with os.fdopen(write_end, "wb") as pipe:
+            pickle.dump(answer, pipe)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+def _result(rank: int, data: bytes, mortal: bool) -> Any:
+    if not data:
+        return None if mortal else RankFailed(rank, "died without a word")
+    kind, value = pickle.loads(data)
+    if kind == "returned":
+        return value
+    error, text = value
+    return RankFailed(rank, f"raised\n{text}", error)
+
+
+def _earlier(new: RankFailed, old: RankFailed) -> bool:
+    """Whether `new` is rather the cause: a rank that complains about its peers is a victim."""
+    return not isinstance(new.cause, CommError)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001: whatever its __reduce__ or __init__ does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
