@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Annotated
+
+from phalanx.spec.schema import Count, Fraction, NotNegative, Positive, Range, Whole
+
+Memory = Annotated[int, Range(at_least=2**20)]  # less, or slower than this, is a forgotten unit
+Speed = Annotated[float, Range(at_least=1e6)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +33,16 @@ class Device:
     """
 
     name: str
-    memory_bytes: int
-    memory_bytes_per_s: float
-    flops_per_s: Mapping[str, float]
-    num_cores: int = 1
-    matmul_tile: tuple[int, int] = (1, 1)
-    matmul_efficiency: float = 0.8
-    matmul_half_depth: int = 0
-    attention_efficiency: tuple[float, float] = (0.5, 0.4)
-    memory_efficiency: float = 0.8
-    kernel_s: float = 0.0
+    memory_bytes: Memory
+    memory_bytes_per_s: Speed
+    flops_per_s: Mapping[str, Speed]
+    num_cores: Count = 1
+    matmul_tile: tuple[Count, Count] = (1, 1)
+    matmul_efficiency: Fraction = 0.8
+    matmul_half_depth: Whole = 0
+    attention_efficiency: tuple[Fraction, Fraction] = (0.5, 0.4)
+    memory_efficiency: Fraction = 0.8
+    kernel_s: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
@@ -46,20 +52,20 @@ class Device:
 class Link:
     """A way between devices: `latency_s` per message, `bytes_per_s` in one direction and per device.
 
-    Collectives reach `efficiency` of it on large messages. `busbw` overrides that where it was measured: (bytes, bytes/s)
-    pairs, the bus bandwidth (as nccl-tests defines it) of a ring all-reduce over all devices of one node. Where the
-    switch itself can add (NVLink SHARP), `switch_busbw` is the same for an all-reduce over more than
+    Collectives reach `efficiency` of it on large messages. `busbw` overrides that where it was measured: (bytes,
+    bytes/s) pairs, the bus bandwidth (as nccl-tests defines it) of a ring all-reduce over all devices of one node. Where
+    the switch itself can add (NVLink SHARP), `switch_busbw` is the same for an all-reduce over more than
     `switch_min_devices` devices; gathers and scatters stay with the ring. On a `mesh` without a switch, a group of n
     devices gets (n - 1) / (devices - 1) of the bandwidth.
     """
 
     name: str
-    latency_s: float
-    bytes_per_s: float
-    efficiency: float = 1.0
-    busbw: tuple[tuple[int, float], ...] = ()
-    switch_busbw: tuple[tuple[int, float], ...] = ()
-    switch_min_devices: int = 4
+    latency_s: NotNegative
+    bytes_per_s: Speed
+    efficiency: Fraction = 1.0
+    busbw: tuple[tuple[Count, Positive], ...] = ()
+    switch_busbw: tuple[tuple[Count, Positive], ...] = ()
+    switch_min_devices: Count = 4
     mesh: bool = False
 
 
@@ -74,14 +80,14 @@ class ClusterSpec:
     """
 
     name: str
-    num_nodes: int
-    devices_per_node: int
+    num_nodes: Count
+    devices_per_node: Count
     device: Device
     intra_node: Link
     inter_node: Link
-    nics_per_node: int = 0
-    nodes_per_switch: int = 0
-    oversubscription: float = 1.0
+    nics_per_node: Whole = 0
+    nodes_per_switch: Whole = 0
+    oversubscription: Annotated[float, Range(at_least=1)] = 1.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,11 @@
-"""JobSpec: what to train, on what, for how long. Everything that is neither the model nor the machine nor the layout."""
+"""JobSpec: what to train, on what, for how long. All that is neither the model nor the machine nor the layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from phalanx.spec.schema import Below1, Count, NotNegative, Positive, Whole
 
 Precision = Literal["fp32", "bf16", "fp64"]
 
@@ -17,13 +19,13 @@ class OptimizerSpec:
     """
 
     name: Literal["adamw"] = "adamw"
-    lr: float = 3e-4
-    min_lr: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    warmup_steps: int = 0
+    lr: Positive = 3e-4
+    min_lr: NotNegative = 0.0
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    clip_norm: NotNegative = 1.0
+    warmup_steps: Whole = 0
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
 
 
@@ -40,8 +42,8 @@ class DataSpec:
 class CheckpointSpec:
     """A checkpoint every `every_steps` steps (0: only at the end); the newest `keep` are kept (0: all)."""
 
-    every_steps: int = 0
-    keep: int = 3
+    every_steps: Whole = 0
+    keep: Whole = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +55,16 @@ class JobSpec:
     `comm_timeout_s` ends a collective that waits longer.
     """
 
-    global_batch: int
-    seq_len: int
-    num_steps: int
+    global_batch: Count
+    seq_len: Count
+    num_steps: Count
     precision: Precision = "bf16"
-    seed: int = 1
+    seed: Whole = 1
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     comm: Literal["auto", "gloo"] = "auto"
-    comm_timeout_s: float = 600.0
+    comm_timeout_s: Positive = 600.0
 
     @property
     def tokens_per_step(self) -> int:

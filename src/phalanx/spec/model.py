@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.spec.schema import Below1, Count, Positive
+
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Positions = Literal["learned", "rope"]
@@ -25,10 +27,10 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
+    factor: Positive
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_seq_len: Count = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +43,26 @@ class ModelSpec:
     """
 
     name: str
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    max_seq_len: int
+    num_layers: Count
+    hidden: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    ffn: Count
+    vocab: Count
+    max_seq_len: Count
     norm: Norm
     activation: Activation
     positions: Positions
     tied: bool
     qkv_bias: bool = False
     bias: bool = False
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
+    norm_eps: Positive = 1e-5
+    rope_theta: Positive = 10_000.0
     rope_scaling: RopeScaling | None = None
-    init_std: float = 0.02
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
+    init_std: Positive = 0.02
+    dropout: Below1 = 0.0
+    attention_dropout: Below1 = 0.0
 
     @property
     def gated(self) -> bool:

@@ -1,0 +1,242 @@
+"""Checks tables against types: what a dataclass says about its fields is the only schema there is.
+
+A field's type says what is legal ("a whole number, at least 1" is `Annotated[int, Range(at_least=1)]`), its default
+whether the key may be left out, the end of its name (`_bytes`, `_s`, `flops_per_s`, `_bytes_per_s`) which units a text
+such as "80 GiB" may carry; a bare number is in the base unit. Used for run files, named models and clusters, and plans.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from phalanx import units
+from phalanx.errors import Problem, SpecError
+from phalanx.spec.document import Document, Key
+
+T = TypeVar("T")
+Hints: TypeAlias = Mapping[str, Any]
+
+_PARSERS: Mapping[str, Callable[[str], float]] = {
+    "bytes_per_s": units.parse_bytes_per_s,
+    "flops_per_s": units.parse_flops_per_s,
+    "bytes": units.parse_bytes,
+    "s": units.parse_seconds,
+}
+_EXAMPLES = {"bytes_per_s": "25 GB/s", "flops_per_s": "312 TFLOP/s", "bytes": "80 GiB", "s": "5 us"}
+
+
+class _Wrong:
+    """Stands for a value that could not be taken; its mistake is noted already."""
+
+
+WRONG = _Wrong()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Numbers from `at_least` or `above` to `at_most` or `below`."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.at_least <= value <= self.at_most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        bounds = {name.replace("_", " "): getattr(self, name) for name in self.__slots__}
+        return " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound))
+
+
+Count = Annotated[int, Range(at_least=1)]
+Whole = Annotated[int, Range(at_least=0)]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(at_least=0)]
+Fraction = Annotated[float, Range(above=0, at_most=1)]
+Below1 = Annotated[float, Range(at_least=0, below=1)]
+
+
+def hints(cls: type) -> dict[str, Any]:
+    """Field names and types of a dataclass or a TypedDict, bounds included."""
+    return get_type_hints(cls, include_extras=True)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word most like `word`, or ""."""
+    lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
+    return lower[matches[0]] if matches else ""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """What to write instead of the unknown `word`: the nearest known name, and all of them."""
+    names = list(known)
+    near = nearest(word, names)
+    return (f"did you mean {near}? " if near else "") + f"known: {', '.join(names)}"
+
+
+def describe(hint: Any, unit: str = "") -> str:
+    """What is legal for a type, in words."""
+    origin, options = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return f"{describe(options[0], unit)}, {options[1]}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(option, unit) for option in options if option is not types.NoneType)
+    if origin is Literal:
+        return f"one of {', '.join(shown(option) for option in options)}"
+    if origin is tuple:
+        if options[-1] is ...:
+            return f"a list, each {describe(options[0], unit)}"
+        return f"a list of {len(options)}, each {describe(options[0], unit)}"
+    if origin is collections.abc.Mapping:
+        return f"a table, each value {describe(options[1], unit)}"
+    if dataclasses.is_dataclass(hint):
+        return f"a table with {', '.join(hints(hint))}"  # type: ignore[arg-type]  # it is a class, not an instance
+    words = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}[hint]
+    return f'{words} or a text such as "{_EXAMPLES[unit]}"' if unit else words
+
+
+def shown(value: Any) -> str:
+    """A value as TOML would write it, cut to one short line."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class Checker:
+    """Turns the tables of one document into values, and gathers every mistake instead of stopping at the first.
+
+    `homes` names the table that a key belongs to, for keys that are found in the wrong one.
+    """
+
+    def __init__(self, document: Document, homes: Mapping[str, str] | None = None) -> None:
+        self.document = document
+        self.homes = homes or {}
+        self.problems: list[Problem] = []
+
+    def problem(self, key: Key, what: str, instead: str = "") -> _Wrong:
+        """Note one mistake at `key`."""
+        self.problems.append(Problem(what=what, where=self.document.where(key), instead=instead))
+        return WRONG
+
+    def finish(self) -> None:
+        """Raise SpecError with all mistakes noted so far, if there are any."""
+        if self.problems:
+            raise SpecError(self.problems)
+
+    def build(self, cls: type[T], table: Any, key: Key) -> T | None:
+        """The dataclass `cls` from `table`, which stands at `key`; None, with the mistakes noted, if any is wrong."""
+        if not isinstance(table, Mapping):
+            self._refuse(key, table, cls)
+            return None
+        before = len(self.problems)
+        values = self.fields(hints(cls), table, key)
+        self.require(required(cls), cls, table, key)
+        return cls(**values) if len(self.problems) == before else None
+
+    def fields(self, known: Hints, table: Mapping[str, Any], key: Key) -> dict[str, Any]:
+        """The values in `table` that are right; unknown keys and wrong values are noted."""
+        values = {}
+        for name, raw in table.items():
+            if name in known:
+                unit = next((unit for unit in _PARSERS if name == unit or name.endswith(f"_{unit}")), "")
+                values[name] = self.take(known[name], raw, (*key, name), unit)
+            else:
+                self.unknown((*key, name), known)
+        return {name: value for name, value in values.items() if value is not WRONG}
+
+    def unknown(self, key: Key, known: Iterable[str]) -> None:
+        """Note an unknown key, and where it belongs or what it was meant to be."""
+        home = self.homes.get(key[-1])
+        instead = f"{key[-1]} belongs in [{home}]" if home else suggest(key[-1], known)
+        self.problem(key, f"unknown key {'.'.join(key)}", instead)
+
+    def require(self, names: Iterable[str], cls: type, table: Mapping[str, Any], key: Key) -> None:
+        """Note each of `names` that `table` lacks."""
+        for name in names:
+            if name not in table:
+                instead = f"write {name} = … in [{'.'.join(key)}]: {describe(hints(cls)[name])}"
+                self.problem(key, f"missing key {'.'.join((*key, name))}", instead)
+
+    def take(self, hint: Any, raw: Any, key: Key, unit: str = "", whole: Any = None) -> Any:
+        """`raw` as a value of type `hint`, or WRONG. `whole` is the type to tell the user, if `hint` is part of it."""
+        whole = whole or hint
+        origin, options = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            value = self.take(options[0], raw, key, unit, whole)
+            return value if value is WRONG or value in options[1] else self._refuse(key, raw, hint, unit)
+        if origin in (Union, types.UnionType):
+            if raw is None and types.NoneType in options:
+                return None
+            (inner,) = (option for option in options if option is not types.NoneType)
+            return self.take(inner, raw, key, unit, whole)
+        if dataclasses.is_dataclass(hint):
+            value = self.build(hint, raw, key)  # type: ignore[arg-type]  # it is a class, not an instance
+            return WRONG if value is None else value
+        if origin is Literal:
+            legal = any(raw == option and type(raw) is type(option) for option in options)
+            near = nearest(raw, map(str, options)) if isinstance(raw, str) else ""
+            return (
+                raw if legal else self._refuse(key, raw, hint, instead=f"did you mean {shown(near)}?" if near else "")
+            )
+        if origin is tuple:
+            return self._tuple(hint, raw, key, unit)
+        if origin is collections.abc.Mapping:
+            if not isinstance(raw, Mapping):
+                return self._refuse(key, raw, hint, unit)
+            values = {name: self.take(options[1], value, (*key, name), unit) for name, value in raw.items()}
+            return WRONG if WRONG in values.values() else values
+        return self._scalar(hint, raw, key, unit, whole)
+
+    def _tuple(self, hint: Any, raw: Any, key: Key, unit: str) -> Any:
+        options = get_args(hint)
+        if not isinstance(raw, list):
+            return self._refuse(key, raw, hint, unit)
+        if options[-1] is ...:
+            options = options[:1] * len(raw)
+        if len(raw) != len(options):
+            return self._refuse(key, raw, hint, unit)
+        values = tuple(self.take(option, value, key, unit) for option, value in zip(options, raw, strict=True))
+        return WRONG if WRONG in values else values
+
+    def _scalar(self, hint: type, raw: Any, key: Key, unit: str, whole: Any) -> Any:
+        if unit and isinstance(raw, str):
+            try:
+                return hint(_PARSERS[unit](raw))
+            except ValueError as error:
+                return self.problem(key, f"{'.'.join(key)}: {error}", f'write a unit, as in "{_EXAMPLES[unit]}"')
+        if _fits(hint, raw):
+            return hint(raw)
+        instead = ""
+        if hint is int and isinstance(raw, float) and raw.is_integer():
+            instead = f"write {int(raw)}"
+        elif hint is not str and isinstance(raw, str):
+            instead = "without quotes, if it is one"
+        elif hint is str and not isinstance(raw, (dict, list)):
+            instead = f'text needs quotes: "{raw}"'
+        return self._refuse(key, raw, whole, unit, instead)
+
+    def _refuse(self, key: Key, raw: Any, hint: Any, unit: str = "", instead: str = "") -> _Wrong:
+        return self.problem(key, f"{'.'.join(key)} = {shown(raw)}: expected {describe(hint, unit)}", instead)
+
+
+def _fits(hint: type, raw: Any) -> bool:
+    """Whether `raw` is a `hint`; a whole number will do for a float, and numbers must be of a size that both have."""
+    if hint is float:
+        return type(raw) in (int, float) and abs(raw) <= sys.float_info.max
+    return type(raw) is hint and (hint is not int or abs(raw) < 2**63)
+
+
+def required(cls: type) -> list[str]:
+    """Names of the fields of a dataclass that have no default."""
+    missing = dataclasses.MISSING
+    return [field.name for field in dataclasses.fields(cls) if field.default is missing is field.default_factory]
