@@ -115,7 +115,7 @@ def test_loss_and_gradients_equal_transformers(name: str, micro_batch: int) -> N
     plan = tiny_plan(Layout(micro_batch=micro_batch), model)
     engine = solo_engine(plan)
     reference = (gpt2 if model.positions == "learned" else llama)(model).double()
-    weights = collect(engine.slices(), "parameters")
+    weights = collect(engine.data.slices, "parameters")
     with torch.no_grad():
         own = dict(reference.named_parameters())
         for ours, value in weights.items():
@@ -130,7 +130,7 @@ def test_loss_and_gradients_equal_transformers(name: str, micro_batch: int) -> N
     # transformers builds its rotary table in fp32 and takes RMS norms in fp32; ours are float64 all through.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10 if model.positions == "learned" else 1e-8)
 
-    gradients = collect(engine.slices(), "gradients")
+    gradients = collect(engine.data.slices, "gradients")
     theirs = {their: parameter.grad for their, parameter in reference.named_parameters()}
     norm = sum(gradient.square().sum().item() for gradient in theirs.values()) ** 0.5
     assert engine.totals(loss)[1] == pytest.approx(norm, rel=1e-6)

@@ -12,7 +12,7 @@ from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import Action, schedule
 from phalanx.plan.shards import Copies, rank_stages, stage_buffers
-from phalanx.trainer.data_parallel import DataParallel, Slice
+from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
 from phalanx.trainer.model import MicroBatch, Stage, build
@@ -125,6 +125,7 @@ class Engine:
         self.optimizer.step(rate, coefficient)
         self.data.gather_parameters()
 
-    def slices(self) -> tuple[Slice, ...]:
-        """What this rank updates, in the order of `optimizer.masters`."""
-        return self.data.slices
+    def publish(self) -> None:
+        """Carry master weights, after they were restored, to where forward reads them on all ranks."""
+        self.optimizer.publish()
+        self.data.gather_parameters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,6 +61,13 @@ class AdamW:
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
         )
+        for master in self.masters:
+            # As AdamW itself would at the first step; made now, so that a checkpoint can be loaded into it.
+            self.optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
 
     def _masters(self, *, decayed: bool) -> list[torch.nn.Parameter]:
         pairs = zip(self.slices, self.masters, strict=True)
@@ -76,7 +83,28 @@ class AdamW:
         scale = None if coefficient == 1.0 else torch.tensor(1.0 / coefficient, device=self.masters[0].device)
         self.optimizer.grad_scale = scale
         self.optimizer.step()
-        for part, master in zip(self.slices, self.masters, strict=True):
+        for master in self.masters:
             master.grad = None
+        self.publish()
+
+    def publish(self) -> None:
+        """Carry master weights to the parameters that forward reads."""
+        for part, master in zip(self.slices, self.masters, strict=True):
             if master.dtype != part.parameters.dtype:
                 part.parameters.copy_(master)
+
+    def state(self) -> Iterator[dict[str, Tensor]]:
+        """Per slice, live views of its master weights and moments, flat."""
+        for master in self.masters:
+            moments = self.optimizer.state[master]
+            yield {"weight": master.detach(), "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+
+    @property
+    def num_steps(self) -> int:
+        """Updates made so far (AdamW corrects its moments' bias by it)."""
+        return int(self.optimizer.state[self.masters[0]]["step"]) if self.masters else 0
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        for moments in self.optimizer.state.values():
+            moments["step"].fill_(float(steps))
