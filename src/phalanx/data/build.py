@@ -28,9 +28,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx.data.tokens import TokenFile, TokenWriter, dtype_for
 from phalanx.errors import DataError
-from phalanx.spec.job import DataSpec
+from phalanx.spec.job import PYTHON_STDLIB, DataSpec
 
-PYTHON_STDLIB = "python-stdlib"  # as `data.text`: the source files of the Python that runs us
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of a document
 FORMAT = 1

@@ -9,6 +9,8 @@ from phalanx.spec.schema import Below1, Count, NotNegative, Positive, Whole
 
 Precision = Literal["fp32", "bf16", "fp64"]
 
+PYTHON_STDLIB = "python-stdlib"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
@@ -32,7 +34,9 @@ class OptimizerSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
     """Where the tokens come from: `path` is the prefix of a .bin/.idx pair; `text` a glob of text files from which
-    that pair is built on first use, with a byte-pair tokenizer of the model's vocabulary size trained on it."""
+    that pair is built on first use, with a byte-pair tokenizer of the model's vocabulary size trained on it. As `text`,
+    `PYTHON_STDLIB` stands for the source files of the Python that runs us: real text that is there on any machine.
+    """
 
     path: str | None = None
     text: str | None = None
@@ -40,10 +44,15 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """A checkpoint every `every_steps` steps (0: only at the end); the newest `keep` are kept (0: all)."""
+    """A checkpoint every `every_steps` steps (0: only at the end); the newest `keep` are kept (0: all).
+
+    `resume` "auto" goes on from the newest checkpoint in the run folder if there is one, "never" starts anew; a path
+    goes on from that checkpoint.
+    """
 
     every_steps: Whole = 0
     keep: Whole = 3
+    resume: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from phalanx.errors import SpecError
 from phalanx.spec import clusters, document, models
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.document import Document
-from phalanx.spec.job import CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
+from phalanx.spec.job import PYTHON_STDLIB, CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.schema import Checker, Count, Hints, hints, required, shown, suggest
 
@@ -160,7 +160,8 @@ def _job(check: Checker, tables: Mapping[str, dict[str, Any]]) -> JobSpec | None
     checkpoint = check.build(CheckpointSpec, tables["checkpoint"], ("checkpoint",))
     if len(check.problems) > before or not (optimizer and data and checkpoint):
         return None
-    paths = {key: str(check.document.path(("data", key), value)) for key, value in tables["data"].items()}
+    files = {key: value for key, value in tables["data"].items() if value != PYTHON_STDLIB}
+    paths = {key: str(check.document.path(("data", key), value)) for key, value in files.items()}
     return JobSpec(**values, optimizer=optimizer, data=replace(data, **paths), checkpoint=checkpoint)
 
 

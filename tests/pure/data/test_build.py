@@ -13,10 +13,11 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from phalanx.data import build
-from phalanx.data.build import END_OF_DOCUMENT, PYTHON_STDLIB, ensure, text_files
+from phalanx.data.build import END_OF_DOCUMENT, ensure, text_files
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import DataError
-from phalanx.spec.job import DataSpec
+from phalanx.spec.job import PYTHON_STDLIB, DataSpec
+from phalanx.spec.load import load
 
 VOCAB = 300
 
@@ -158,6 +159,12 @@ def test_the_standard_library_is_found_and_has_no_tests():
     assert files == sorted(set(files), key=lambda file: file.as_posix())
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in files)
     assert sum((root / file).stat().st_size for file in files) > 4e6
+
+
+def test_a_run_file_may_name_the_standard_library(tmp_path: Path):
+    run = tmp_path / "run.toml"
+    run.write_text('[model]\nname = "gpt2"\n[job]\nglobal_batch = 1\nseq_len = 8\nnum_steps = 1\n[data]\n')
+    assert load(run, [f"data.text={PYTHON_STDLIB}"]).job.data == DataSpec(text=PYTHON_STDLIB)
 
 
 def test_a_glob_without_files_is_refused(tmp_path: Path):
