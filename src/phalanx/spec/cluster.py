@@ -53,8 +53,8 @@ class Link:
     """A way between devices: `latency_s` per message, `bytes_per_s` in one direction and per device.
 
     Collectives reach `efficiency` of it on large messages. `busbw` overrides that where it was measured: (bytes,
-    bytes/s) pairs, the bus bandwidth (as nccl-tests defines it) of a ring all-reduce over all devices of one node. Where
-    the switch itself can add (NVLink SHARP), `switch_busbw` is the same for an all-reduce over more than
+    bytes/s) pairs, the bus bandwidth (as nccl-tests defines it) of a ring all-reduce over all devices of one node.
+    Where the switch itself can add (NVLink SHARP), `switch_busbw` is the same for an all-reduce over more than
     `switch_min_devices` devices; gathers and scatters stay with the ring. On a `mesh` without a switch, a group of n
     devices gets (n - 1) / (devices - 1) of the bandwidth.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -74,18 +75,16 @@ def with_base(run: Document, num_devices: int) -> Document:
     """`run` with what its [cluster] names (a known cluster, a file, or, if there is no such table, this machine with
     `num_devices` devices) laid under the keys given there. Raises SpecError for a cluster or file that is not found."""
     given = run.table.get("cluster", {"name": LOCAL})
-    if not isinstance(given, Mapping):
-        return run
     name, file = given.get("name"), given.get("file")
-    known = isinstance(name, str) and name in names()
-    if isinstance(file, str):
+    known = name in names()
+    if file:
         if known:
             what = f'cluster.name = "{name}" and cluster.file = "{file}" both say which cluster'
             raise SpecError(what, where=run.where(("cluster", "file")), instead="leave one of them out")
         base = read(run.path(("cluster", "file"), file), asked_at=run.where(("cluster", "file")))
     elif known:
-        base = Document(table=table(str(name), num_devices), places={})
-    elif isinstance(name, str) and not all(part in given for part in PARTS):
+        base = Document(table=table(name, num_devices), places={})
+    elif name and not all(part in given for part in PARTS):
         instead = f"{suggest(name, names())}; or give {', '.join(PARTS)}, or file"
         raise SpecError(f'unknown cluster "{name}"', where=run.where(("cluster", "name")), instead=instead)
     else:
@@ -103,15 +102,18 @@ def build(check: Checker, table: Mapping[str, Any], key: Key) -> ClusterSpec | N
     if isinstance(device, str):
         check.problem((*key, "device"), f'unknown device "{device}"', suggest(device, device_names()))
         return None
-    return check.build(ClusterSpec, _complete(table), key)
+    completed = _complete(table)
+    alone = completed["num_nodes"] == 1 and "inter_node" not in completed
+    if alone:
+        completed["inter_node"] = {"name": "none", "latency_s": 0, "bytes_per_s": "1 GB/s"}
+    cluster = check.build(ClusterSpec, completed, key)
+    return replace(cluster, inter_node=cluster.intra_node) if cluster and alone else cluster
 
 
 def _complete(table: Mapping[str, Any]) -> dict[str, Any]:
-    """`table` with names for what has none, and, for a single node, no need of a link between nodes."""
+    """`table` with names for what has none, and one node unless it says more."""
     completed: dict[str, Any] = {"name": "custom", "num_nodes": 1, **table}
     completed.pop("file", None)
-    if completed["num_nodes"] == 1 and "intra_node" in completed:
-        completed.setdefault("inter_node", completed["intra_node"])
     for part, name in (("device", "device"), ("intra_node", "inside a node"), ("inter_node", "between nodes")):
         if isinstance(completed.get(part), Mapping):
             completed[part] = {"name": name, **completed[part]}

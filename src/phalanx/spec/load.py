@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict
 
 from phalanx.errors import SpecError
 from phalanx.spec import clusters, document, models
-from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.cluster import ClusterSpec, Device
 from phalanx.spec.document import Document
 from phalanx.spec.job import PYTHON_STDLIB, CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
 from phalanx.spec.model import ModelSpec
@@ -51,7 +51,7 @@ def _schema() -> dict[str, Hints]:
     job = {name: hint for name, hint in hints(JobSpec).items() if name not in _JOB_TABLES}
     return {
         "model": {**hints(ModelSpec), "hf": str, "style": models.Style},
-        "cluster": {**hints(ClusterSpec), "file": str},
+        "cluster": {**hints(ClusterSpec), "device": str | Device, "file": str},
         "job": {name: hint for name, hint in job.items() if name not in LAUNCH},
         **{name: hints(cls) for name, cls in _JOB_TABLES.items()},
         "layout": hints(LayoutKeys),
@@ -86,9 +86,16 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     """
     run, problems = document.override(document.read(path), overrides)
     lost: set[str] = set()
-    for table, with_base in (("model", models.with_base), ("cluster", _with_cluster)):
+    for table, sources, with_base in (
+        ("model", ("name", "hf"), models.with_base),
+        ("cluster", ("name", "file"), _with_cluster),
+    ):
+        given = run.table.get(table, {})
         try:
-            run = with_base(run)
+            if isinstance(given, dict) and all(isinstance(given.get(source, ""), str) for source in sources):
+                run = with_base(run)
+            else:
+                lost.add(table)
         except SpecError as error:
             problems += error.problems
             lost.add(table)
@@ -98,6 +105,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     job = _job(check, tables)
     layout = check.fields(hints(LayoutKeys), tables["layout"], ("layout",))
     model = cluster = None
+    for table in lost:  # nothing to complete it from, but what is given can be checked
+        check.fields(TABLES[table], tables[table], (table,))
     if "model" in run.table and "model" not in lost:
         # A wrong sequence length is reported as itself, not as a missing model.max_seq_len.
         model = models.build(check, tables["model"], ("model",), seq_len=job.seq_len if job else 1)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from phalanx.errors import SpecError
 from phalanx.spec import hf
-from phalanx.spec.document import Document, Place, parse
+from phalanx.spec.document import Document, Key, Place, parse
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.schema import Checker, suggest
 
@@ -71,12 +71,10 @@ def with_base(run: Document) -> Document:
 
     Raises SpecError for a model that is not known, or a config.json that cannot be used.
     """
-    given = run.table.get("model")
-    if not isinstance(given, Mapping):
-        return run
+    given = run.table.get("model", {})
     name, config = given.get("name"), given.get("hf")
-    known = isinstance(name, str) and name in _named()
-    if isinstance(config, str):
+    known = name in _named()
+    if config:
         if known:
             what = f'model.name = "{name}" and model.hf = "{config}" both say which model'
             raise SpecError(what, where=run.where(("model", "hf")), instead="leave one of them out")
@@ -87,8 +85,8 @@ def with_base(run: Document) -> Document:
         if "style" in given:
             what = f'model.style beside model.name = "{name}", which has its style already'
             raise SpecError(what, where=run.where(("model", "style")), instead="leave it out")
-        return run.over(Document(table=table(str(name)), places={}).below("model"))
-    if isinstance(name, str) and not all(size in given for size in SIZES):
+        return run.over(Document(table=table(name), places={}).below("model"))
+    if name and not all(size in given for size in SIZES):
         instead = f"{suggest(name, names())}; or give {', '.join(SIZES)}"
         raise SpecError(f'unknown model "{name}"', where=run.where(("model", "name")), instead=instead)
     return run
@@ -104,9 +102,7 @@ def from_config(path: Path) -> ModelSpec:
     return model
 
 
-def build(
-    check: Checker, table: Mapping[str, Any], key: tuple[str, ...], seq_len: int | None = None
-) -> ModelSpec | None:
+def build(check: Checker, table: Mapping[str, Any], key: Key, seq_len: int | None = None) -> ModelSpec | None:
     """The ModelSpec that `table`, which stands at `key`, describes; None if something in it is wrong.
 
     `seq_len` is the longest sequence where the table does not say one.
@@ -125,34 +121,44 @@ def build(
 
 
 def _complete(table: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """`table` with the fields that follow from others. Derives nothing from a value that is not a whole number: that
-    mistake is reported where the value is checked."""
-    sizes = {name: value for name, value in table.items() if type(value) is int and value > 0}
-    derived: dict[str, Any] = {"name": "custom"}
+    """`table` with the fields that follow from others.
+
+    A size that is missing or no whole number counts as 1 here: it is reported as itself, not through what follows.
+    """
+    hidden, num_heads = (
+        value if type(value := table.get(name)) is int and value > 0 else 1 for name in ("hidden", "num_heads")
+    )
+    # Llama's code: two thirds of 4 h, rounded up to a multiple of 256, so that three matrices weigh as much as two.
+    ffn = (8 * hidden // 3 + 255) // 256 * 256 if table["activation"] == "swiglu" else 4 * hidden
+    derived: dict[str, Any] = {"num_kv_heads": num_heads, "head_dim": max(1, hidden // num_heads), "ffn": ffn}
     if seq_len:
         derived["max_seq_len"] = seq_len
-    if "num_heads" in sizes:
-        derived["num_kv_heads"] = sizes["num_heads"]
-    if "num_heads" in sizes and "hidden" in sizes:
-        derived["head_dim"] = max(1, sizes["hidden"] // sizes["num_heads"])
-    if "hidden" in sizes:
-        # Llama's code: two thirds of 4 h, rounded up to a multiple of 256, so that three matrices weigh as much as two.
-        hidden = sizes["hidden"]
-        derived["ffn"] = (8 * hidden // 3 + 255) // 256 * 256 if table["activation"] == "swiglu" else 4 * hidden
-    return derived | table
+    return {"name": "custom", **derived, **table}
 
 
-def _check_sizes(check: Checker, model: ModelSpec, given: Mapping[str, Any], key: tuple[str, ...]) -> None:
+def _check_sizes(check: Checker, model: ModelSpec, given: Mapping[str, Any], key: Key) -> None:
     """Note sizes that are legal alone and impossible together."""
+
+    def one_of(*names: str) -> Key:
+        """The first of these keys that the user wrote, so that the complaint has its line."""
+        written = [name for name in names if (*key, name) in check.document.places]
+        return (*key, (written or names)[0])
+
     if "head_dim" not in given and model.hidden % model.num_heads:
         what = f"hidden = {model.hidden} does not divide by num_heads = {model.num_heads}"
-        check.problem((*key, "num_heads"), what, "or give head_dim, the width of one head")
+        check.problem(one_of("num_heads", "hidden"), what, "or give head_dim, the width of one head")
     if model.num_heads % model.num_kv_heads:
         what = f"num_heads = {model.num_heads} does not divide by num_kv_heads = {model.num_kv_heads}"
-        check.problem((*key, "num_kv_heads"), what, "each key-value head serves the same number of query heads")
+        check.problem(
+            one_of("num_kv_heads", "num_heads"), what, "each key-value head serves the same number of query heads"
+        )
     if model.positions == "rope" and model.head_dim % 2:
         what = f"head_dim = {model.head_dim} is odd, but rotary positions turn pairs"
-        check.problem((*key, "head_dim"), what, "choose hidden and num_heads so that hidden / num_heads is even")
+        check.problem(
+            one_of("head_dim", "num_heads", "hidden"),
+            what,
+            "choose hidden and num_heads so that hidden / num_heads is even",
+        )
     scaling = model.rope_scaling
     if scaling and model.positions != "rope":
         check.problem((*key, "rope_scaling"), f"rope_scaling with {model.positions} positions", 'positions = "rope"')

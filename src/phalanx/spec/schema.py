@@ -72,10 +72,12 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word most like `word`, or ""."""
+    """The known word that `word` begins with (tensor for tensor_parallel), or is most like, or ""."""
+    word = word.lower()
     lower = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
-    return lower[matches[0]] if matches else ""
+    begins = [name for name in lower if word.startswith(f"{name}_")]
+    matches = begins or difflib.get_close_matches(word, lower, n=1, cutoff=0.5)
+    return lower[max(matches, key=len)] if matches else ""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -175,9 +177,9 @@ class Checker:
             value = self.take(options[0], raw, key, unit, whole)
             return value if value is WRONG or value in options[1] else self._refuse(key, raw, hint, unit)
         if origin in (Union, types.UnionType):
-            if raw is None and types.NoneType in options:
-                return None
-            (inner,) = (option for option in options if option is not types.NoneType)
+            if type(raw) in (types.NoneType, str) and type(raw) in options:  # a text may be a name for a table
+                return raw
+            *_, inner = (option for option in options if option is not types.NoneType)
             return self.take(inner, raw, key, unit, whole)
         if dataclasses.is_dataclass(hint):
             value = self.build(hint, raw, key)  # type: ignore[arg-type]  # it is a class, not an instance
@@ -231,9 +233,9 @@ class Checker:
 
 def _fits(hint: type, raw: Any) -> bool:
     """Whether `raw` is a `hint`; a whole number will do for a float, and numbers must be of a size that both have."""
-    if hint is float:
-        return type(raw) in (int, float) and abs(raw) <= sys.float_info.max
-    return type(raw) is hint and (hint is not int or abs(raw) < 2**63)
+    if isinstance(raw, (int, float)) and not isinstance(raw, bool):
+        return abs(raw) <= sys.float_info.max if hint is float else type(raw) is hint and abs(raw) < 2**63
+    return type(raw) is hint
 
 
 def required(cls: type) -> list[str]:

@@ -1,0 +1,130 @@
+"""Plan: the one artefact between deciding and doing. A worker needs `plan.json` and its rank, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from phalanx.errors import SpecError
+from phalanx.plan.layout import Layout
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.document import Document, Place, read_text
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.schema import Checker, shown
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the planner believes: bytes by kind for each pipeline stage, seconds of a step by kind, and the assumptions
+    made. Held against reality by `watch.compare`."""
+
+    memory_bytes: tuple[Mapping[str, int], ...]
+    step_s: float
+    step_s_by_kind: Mapping[str, float]
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        memory = tuple(MappingProxyType(dict(stage)) for stage in self.memory_bytes)
+        object.__setattr__(self, "memory_bytes", memory)
+        object.__setattr__(self, "step_s_by_kind", MappingProxyType(dict(self.step_s_by_kind)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The three specs, the layout, and what it is expected to cost (None if nobody asked)."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    job: JobSpec
+    layout: Layout
+    prediction: Prediction | None = None
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, whole or not at all: into a file beside `path`, which then takes its place."""
+        text = json.dumps({"format_version": FORMAT_VERSION, **_plain(self)}, indent=2, allow_nan=False)
+        aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read what `write` wrote. Raises SpecError for a file that is missing, not a plan, or of another version, and
+        for keys that are missing, unknown or wrong; all of them are named."""
+        try:
+            table = json.loads(read_text(path))
+        except json.JSONDecodeError as error:
+            raise SpecError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}", instead=_REMEDY) from None
+        if not isinstance(table, dict) or "format_version" not in table:
+            raise SpecError("is not a plan: it has no format_version", where=str(path), instead=_REMEDY)
+        version = table.pop("format_version")
+        if version != FORMAT_VERSION:
+            what = f"is a plan of format version {shown(version)}; this is version {FORMAT_VERSION}"
+            raise SpecError(what, where=str(path), instead=_REMEDY)
+        check = Checker(Document(table=table, places={(): Place(text=str(path), folder=path.parent)}))
+        plan = check.build(cls, table, ())
+        check.finish()
+        assert plan is not None
+        return plan
+
+    def digest(self) -> str:
+        """A hash of all that ranks must agree on: model, job and layout. Equal wherever and whenever it is taken."""
+        agreed = {name: _plain(getattr(self, name)) for name in AGREED}
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
+
+    def differences(self, other: Plan) -> list[str]:
+        """The keys of model, job and layout that differ, as "job.seq_len: 64 here, 128 there"."""
+        here, there = _leaves(self), _leaves(other)
+        keys = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
+        return [f"{key}: {shown(here.get(key))} here, {shown(there.get(key))} there" for key in keys]
+
+
+AGREED = ("model", "job", "layout")
+"""The parts of a plan that decide what is computed."""
+
+_REMEDY = "write it again with `phalanx plan RUN -o plan.json`"
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it: dataclasses and mappings as tables, tuples as lists.
+
+    A whole float becomes an int, since 1 and 1.0 are equal and must have one digest; reading makes it a float again.
+    """
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _leaves(plan: Plan) -> dict[str, Any]:
+    """Every value of model, job and layout by its dotted key."""
+    leaves: dict[str, Any] = {}
+
+    def visit(key: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, entry in value.items():
+                visit(f"{key}.{name}", entry)
+        else:
+            leaves[key] = value
+
+    for name in AGREED:
+        visit(name, _plain(getattr(plan, name)))
+    return leaves
