@@ -1,11 +1,15 @@
-"""The documents tell the truth: their links lead somewhere."""
+"""The documents tell the truth: their links lead somewhere, and the commands they show can be parsed."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from phalanx.cli.main import COMMANDS, Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -28,3 +32,23 @@ def test_links_resolve(document: Path):
         target = (document.parent / path).resolve() if path else document
         assert target.exists(), f"{document.name} links to {link}"
         assert not anchor or anchor in anchors(target), f"{document.name} links to {link}: no such heading"
+
+
+def console_commands(document: Path) -> list[list[str]]:
+    """The words of the `phalanx` commands in a document's console blocks."""
+    blocks = re.findall(r"^```console\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("phalanx ")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_are_understood(document: Path):
+    for _, name, *arguments in console_commands(document):
+        assert name in COMMANDS
+        parser = Parser(prog=f"phalanx {name}", allow_abbrev=False)
+        importlib.import_module(f"phalanx.cli.{name}").add_arguments(parser)
+        parser.parse(arguments)
+
+
+def test_the_readme_shows_commands():
+    assert console_commands(ROOT / "README.md")

@@ -1,0 +1,72 @@
+"""`phalanx data build` and `phalanx data inspect`, and the summary behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.data import summary
+from phalanx.data.summary import summarize
+from phalanx.data.tokens import TokenWriter
+from phalanx.errors import DataError
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    with TokenWriter(tmp_path / "tokens", "int32") as writer:
+        for sequences in ([[5, 6, 7]], [], [[70_000], [1, 2]]):
+            for sequence in sequences:
+                writer.add(sequence)
+            writer.end_document()
+    return tmp_path / "tokens"
+
+
+def test_a_summary_reads_everything(prefix: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(summary, "CHUNK_TOKENS", 2)
+    found = summarize(prefix)
+    assert (found.num_tokens, found.num_documents, found.num_sequences) == (6, 3, 3)
+    assert (found.min_length, found.max_length, found.min_id, found.max_id) == (0, 3, 1, 70_000)
+    assert (found.dtype, found.vocab, found.sample) == ("int32", None, None)
+    assert found.num_bytes == 6 * 4 + 34 + 3 * 12 + 4 * 8
+
+
+def test_a_damaged_pair_is_refused(prefix: Path):
+    index = prefix.with_suffix(".idx")
+    data = bytearray(index.read_bytes())
+    data[34] += 1
+    index.write_bytes(bytes(data))
+    with pytest.raises(DataError, match="back to back"):
+        summarize(prefix)
+
+
+def test_build_and_inspect_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 20)
+    command = ["data", "build", f"{tmp_path}/*.txt", "--vocab", "260", "--where", str(tmp_path)]
+    assert main(command) == 0
+    prefix = capsys.readouterr().out.strip()
+    assert main(["data", "inspect", prefix]) == 0
+    said = capsys.readouterr().out
+    for words in ["tokens with ids", "1 documents", "tokenizer of 260 ids", "to be or not to be"]:
+        assert words in said
+    assert main(["data", "inspect", prefix, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["vocab"] == 260
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["data"], "build|inspect"),
+        (["data", "build", "*.txt"], "--vocab"),
+        (["data", "build", "none/*.txt", "--vocab", "300"], "matches no file"),
+        (["data", "inspect", "none"], "no such file"),
+    ],
+)
+def test_wrong_commands_exit_with_2_and_say_why(
+    command: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    assert words in capsys.readouterr().err
