@@ -58,9 +58,7 @@ class AdamW:
             {"params": self._masters(decayed=True), "weight_decay": spec.weight_decay},
             {"params": self._masters(decayed=False), "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
         for master in self.masters:
             # As AdamW itself would at the first step; made now, so that a checkpoint can be loaded into it.
             self.optimizer.state[master] = {
@@ -80,8 +78,10 @@ class AdamW:
         for part, master in zip(self.slices, self.masters, strict=True):
             master.grad = part.gradients
         # The fused kernel divides by grad_scale as it reads, which saves a pass over all gradients.
-        scale = None if coefficient == 1.0 else torch.tensor(1.0 / coefficient, device=self.masters[0].device)
-        self.optimizer.grad_scale = scale
+        clips = coefficient != 1.0 and bool(self.masters)
+        self.optimizer.grad_scale = (
+            self.masters[0].new_tensor(1.0 / coefficient, dtype=torch.float32) if clips else None
+        )
         self.optimizer.step()
         for master in self.masters:
             master.grad = None
