@@ -6,41 +6,47 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.plan.schedule import SCHEDULES, Action, Schedule, Transfer
+from phalanx.plan.schedule import SCHEDULES, Action, Schedule, ScheduleError, Transfer
+from phalanx.plan.walk import ReceivePoints, just_in_time, receive_points
 
-
-class ScheduleError(AssertionError):
-    """A schedule that must not run; the message says why. Ours to mend, never the user's."""
+__all__ = ["Proof", "ScheduleError", "check"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What `check` found: every coordinate's peak of live activations, in chunks, and whether the schedule also runs
-    where a send waits for its receiver (`rendezvous`), not only where one message per channel is buffered."""
+    """What `check` found besides what it demands.
+
+    `peak_live`: by coordinate, the most chunks' worth of activations held at once. `just_in_time`: whether receives may
+    also be left until the action that needs them, instead of at `walk.receive_points`.
+    """
 
     num_actions: int
     peak_live: tuple[int, ...]
-    rendezvous: bool
+    just_in_time: bool
 
 
 def check(schedule: Schedule) -> Proof:
-    """Prove that `schedule` can run. Raises ScheduleError with the first reason found why it cannot."""
+    """Prove that `schedule` can run. Raises ScheduleError with the first reason found why it cannot.
+
+    Every action exists once and waits for nothing that waits for it; memory stays within the bound stated for schedules
+    of its name. Receiving at `receive_points`, messages come in the order in which they are sent on each channel, and
+    nothing gets stuck: neither with one message buffered per channel, sends and receives blocking in listed order, nor
+    with sends that wait for their receiver and are paired with receives, as on NCCL.
+    """
     _check_placement(schedule)
     for coordinate in range(schedule.pipeline):
         _check_complete(schedule, coordinate)
         _check_order(schedule, coordinate)
         _check_peak(schedule, coordinate)
-    _check_first_in_first_out(schedule)
-    stuck = buffered_deadlock(schedule)
-    if stuck:
-        raise ScheduleError(f"{schedule.name}: deadlock with one message buffered per channel: {'; '.join(stuck)}")
+    reason = _stuck(_gaps(schedule, receive_points(schedule)))
+    if reason:
+        raise ScheduleError(f"{schedule.name}: {reason}")
     return Proof(
         num_actions=sum(map(len, schedule.actions)),
         peak_live=tuple(schedule.peak_live(coordinate) for coordinate in range(schedule.pipeline)),
-        rendezvous=not rendezvous_deadlock(schedule),
+        just_in_time=not _stuck(_gaps(schedule, just_in_time(schedule))),
     )
 
 
@@ -67,8 +73,7 @@ def _check_complete(schedule: Schedule, coordinate: int) -> None:
                     f"{forward} forward, {backward} backward, "
                     f"{input_half} input gradient, {weight_half} weight gradient"
                 )
-    if counts:
-        kind, micro_batch, chunk = next(iter(counts))
+    for kind, micro_batch, chunk in counts:
         stray = Action(kind=kind, micro_batch=micro_batch, chunk=chunk)
         raise ScheduleError(f"{schedule.name}, coordinate {coordinate}: {stray} does not exist")
 
@@ -94,114 +99,81 @@ def _check_peak(schedule: Schedule, coordinate: int) -> None:
         raise ScheduleError(f"{schedule.name}, coordinate {coordinate}: {peak} live activations, bound {bound}")
 
 
-def _check_first_in_first_out(schedule: Schedule) -> None:
-    """Per (source, destination, channel) messages are received in the order in which they are sent."""
-    sent: dict[tuple[int, int, int], list[Transfer]] = {}
-    received: dict[tuple[int, int, int], list[Transfer]] = {}
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Between two actions of a coordinate: what the one before sends, then what is received."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+def _gaps(schedule: Schedule, receives: ReceivePoints) -> list[list[_Gap]]:
+    """By coordinate, the gap before each action, and one after the last."""
+    gaps = []
     for coordinate, actions in enumerate(schedule.actions):
-        for action in actions:
-            for transfer, order in (
-                (schedule.gives(coordinate, action), sent),
-                (schedule.needs(coordinate, action), received),
-            ):
-                if transfer is not None and not transfer.local:
-                    order.setdefault(_channel(transfer), []).append(transfer)
-    for channel, transfers in sent.items():
-        for position, (out, into) in enumerate(zip(transfers, received.get(channel, []), strict=False)):
-            if out != into:
-                raise ScheduleError(
-                    f"{schedule.name}: message {position} of its channel is sent as {out}, received as {into}"
-                )
+        given = [schedule.gives(coordinate, action) for action in actions]
+        sends = [(), *(() if gift is None or gift.local else (gift,) for gift in given)]
+        gaps.append([_Gap(*pair) for pair in zip(sends, (*receives[coordinate], ()), strict=True)])
+    return gaps
+
+
+def _stuck(gaps: list[list[_Gap]]) -> str:
+    """Why these calls cannot all be completed, in words; empty when they can."""
+    return _out_of_order(gaps) or _buffered_deadlock(gaps) or _paired_deadlock(gaps)
 
 
 def _channel(transfer: Transfer) -> tuple[int, int, int]:
     return transfer.source, transfer.destination, transfer.channel
 
 
-def buffered_deadlock(schedule: Schedule, depth: int = 1) -> tuple[str, ...]:
-    """Run with `depth` messages buffered per channel: a send waits while its channel is full, a receive until its
-    message is there. Returns, for each coordinate that never ends, what it waits for."""
-    channels: dict[tuple[int, int, int], deque[Transfer]] = {}
-    handed_over: set[Transfer] = set()
-    calls = [deque(_calls(schedule, coordinate)) for coordinate in range(schedule.pipeline)]
+def _out_of_order(gaps: list[list[_Gap]]) -> str:
+    """First in, first out, per (source, destination, channel)."""
+    sent: dict[tuple[int, int, int], deque[Transfer]] = {}
+    for gap in (gap for own in gaps for gap in own):
+        for transfer in gap.sends:
+            sent.setdefault(_channel(transfer), deque()).append(transfer)
+    for gap in (gap for own in gaps for gap in own):
+        for transfer in gap.receives:
+            first = sent[_channel(transfer)].popleft()
+            if first != transfer:
+                return f"{first} is sent before {transfer}, which is received first"
+    return ""
+
+
+def _buffered_deadlock(gaps: list[list[_Gap]]) -> str:
+    """Run with one message buffered per channel: a send waits while it is full, a receive while it is empty."""
+    calls = [
+        deque(call for gap in own for call in (*((t, True) for t in gap.sends), *((t, False) for t in gap.receives)))
+        for own in gaps
+    ]
+    full: set[tuple[int, int, int]] = set()
     moved = True
     while moved:
         moved = False
         for pending in calls:
-            while pending and _complete(*pending[0], channels, handed_over, depth):
-                pending.popleft()
+            while pending and (_channel(pending[0][0]) in full) != pending[0][1]:
+                transfer, sending = pending.popleft()
+                (full.add if sending else full.remove)(_channel(transfer))
                 moved = True
-    return tuple(
-        f"coordinate {coordinate} waits to {pending[0][0]} {pending[0][1]}"
-        for coordinate, pending in enumerate(calls)
-        if pending
-    )
+    waits = [f"to {'send' if call[0][1] else 'receive'} {call[0][0]}" for call in calls if call]
+    return f"deadlock with one message buffered per channel, waiting {' and '.join(waits)}" if waits else ""
 
 
-def _calls(schedule: Schedule, coordinate: int) -> Iterator[tuple[str, Transfer]]:
-    """The sends and receives of one coordinate, in listed order."""
-    for action in schedule.actions[coordinate]:
-        for call, transfer in (
-            ("receive", schedule.needs(coordinate, action)),
-            ("send", schedule.gives(coordinate, action)),
-        ):
-            if transfer is not None:
-                yield call, transfer
-
-
-def _complete(
-    call: str,
-    transfer: Transfer,
-    channels: dict[tuple[int, int, int], deque[Transfer]],
-    handed_over: set[Transfer],
-    depth: int,
-) -> bool:
-    """Whether this call can be completed now; if so, completes it."""
-    if transfer.local:
-        if call == "send":
-            handed_over.add(transfer)
-        return transfer in handed_over
-    channel = channels.setdefault(_channel(transfer), deque())
-    if call == "send":
-        if len(channel) == depth:
-            return False
-        channel.append(transfer)
-        return True
-    if not channel:
-        return False
-    channel.popleft()
-    return True
-
-
-def rendezvous_deadlock(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Run with paired calls, as NCCL does: between two actions a coordinate posts what the first gives and what the
-    second needs as one group, and goes on when both have met their counterpart. Returns the transfers that never do."""
-    groups = [_groups(schedule, coordinate) for coordinate in range(schedule.pipeline)]
-    at = [0] * schedule.pipeline
-    posted: dict[Transfer, set[int]] = {}
-    for coordinate in range(schedule.pipeline):
-        _post(groups[coordinate][0], coordinate, posted)
+def _paired_deadlock(gaps: list[list[_Gap]]) -> str:
+    """Run as NCCL does: what stands in one gap is posted together, and the gap is left when each call has met its
+    counterpart."""
+    groups = [[(*gap.sends, *gap.receives) for gap in own] for own in gaps]
+    at = [0] * len(groups)
+    posted = Counter(transfer for own in groups for transfer in own[0])
     moved = True
     while moved:
         moved = False
         for coordinate, own in enumerate(groups):
-            while at[coordinate] < len(own) and all(len(posted[t]) == 2 for t in own[at[coordinate]]):
+            while at[coordinate] < len(own) and all(posted[transfer] == 2 for transfer in own[at[coordinate]]):
                 at[coordinate] += 1
+                posted.update(own[at[coordinate]] if at[coordinate] < len(own) else ())
                 moved = True
-                if at[coordinate] < len(own):
-                    _post(own[at[coordinate]], coordinate, posted)
-    stuck = [own[done] for own, done in zip(groups, at, strict=True) if done < len(own)]
-    return tuple(transfer for group in stuck for transfer in group)
-
-
-def _groups(schedule: Schedule, coordinate: int) -> list[list[Transfer]]:
-    """Per gap between actions: what the action before gives and what the action after needs."""
-    actions = schedule.actions[coordinate]
-    given = [None, *(schedule.gives(coordinate, action) for action in actions)]
-    needed = [*(schedule.needs(coordinate, action) for action in actions), None]
-    return [[t for t in gap if t is not None and not t.local] for gap in zip(given, needed, strict=True)]
-
-
-def _post(group: list[Transfer], coordinate: int, posted: dict[Transfer, set[int]]) -> None:
-    for transfer in group:
-        posted.setdefault(transfer, set()).add(coordinate)
+    waits = [
+        str(transfer) for own, done in zip(groups, at, strict=True) for group in own[done:][:1] for transfer in group
+    ]
+    return f"deadlock with paired calls, waiting for {' and '.join(waits)}" if waits else ""

@@ -1,14 +1,18 @@
-"""Walk a Schedule with given costs: when each action starts and ends, and how long a step's pipeline takes."""
+"""Walk a Schedule with given costs: when each action starts and ends, how long a step takes, when messages come."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from phalanx.plan.schedule import Action, Schedule, Transfer
+from phalanx.plan.schedule import Action, Flow, Schedule, ScheduleError, Transfer
 
-# Equal stages, backward twice as dear as forward: what closed forms of the bubble assume.
+ReceivePoints: TypeAlias = tuple[tuple[tuple[Transfer, ...], ...], ...]
+
 EQUAL_COSTS = {"forward": 1.0, "backward": 2.0, "input_gradient": 1.0, "weight_gradient": 1.0}
+"""Seconds by kind of action under which closed forms of the bubble are stated: all stages alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +33,11 @@ class Walk:
 
     @property
     def bubble(self) -> float:
-        """The share of all coordinates' time in which they wait."""
-        busy = sum(self.busy_s(coordinate) for coordinate in range(len(self.starts_s)))
-        return 1.0 - busy / (len(self.starts_s) * self.step_s)
+        """The share of time in which a coordinate waits, as published: between its own first start and last end, the
+        longest of these spans held against the mean of the work (arXiv 2401.10241, section 5)."""
+        num_coordinates = len(self.starts_s)
+        busy = sum(self.busy_s(coordinate) for coordinate in range(num_coordinates)) / num_coordinates
+        return 1.0 - busy / max(ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True))
 
 
 def equal_costs(stage: int, action: Action) -> float:
@@ -42,36 +48,78 @@ def equal_costs(stage: int, action: Action) -> float:
 def walk(
     schedule: Schedule,
     action_s: Callable[[int, Action], float] = equal_costs,
-    transfer_s: Callable[[Transfer], float] = lambda transfer: 0.0,
+    transfer_s: Callable[[Transfer], float] | None = None,
 ) -> Walk:
     """Start every action as soon as its coordinate is free and what it needs has arrived.
 
-    `action_s(stage, action)` and `transfer_s(transfer)` are seconds; transfers cost their receiver only the wait.
-    The schedule must pass `schedule_check.check`; one that cannot run fails an assertion.
+    `action_s(stage, action)` and `transfer_s(transfer)` are seconds; a transfer costs its receiver only the wait, and
+    nothing where none is given. Raises ScheduleError for actions that wait for each other.
     """
     starts: list[list[float]] = [[] for _ in schedule.actions]
     ends: list[list[float]] = [[] for _ in schedule.actions]
-    arrivals: dict[Transfer, float] = {}
-    waiting: dict[Transfer, int] = {}
+    arrivals: dict[Flow, float] = {}
+    waiting: dict[Flow, int] = {}
     runnable = list(range(schedule.pipeline))
     while runnable:
         coordinate = runnable.pop()
-        actions = schedule.actions[coordinate]
-        while len(ends[coordinate]) < len(actions):
-            action = actions[len(ends[coordinate])]
-            needed = schedule.needs(coordinate, action)
-            if needed is not None and needed not in arrivals:
-                waiting[needed] = coordinate
-                break
-            free = ends[coordinate][-1] if ends[coordinate] else 0.0
-            start = free if needed is None else max(free, arrivals[needed])
-            end = start + action_s(schedule.stage(coordinate, action.chunk), action)
-            starts[coordinate].append(start)
-            ends[coordinate].append(end)
-            given = schedule.gives(coordinate, action)
+        free_s = ends[coordinate][-1] if ends[coordinate] else 0.0
+        for action in schedule.actions[coordinate][len(ends[coordinate]) :]:
+            stage = schedule.stages[coordinate][action.chunk]
+            needed, given = schedule.flows(stage, action)
+            if needed is not None:
+                arrival_s = arrivals.get(needed)
+                if arrival_s is None:
+                    waiting[needed] = coordinate
+                    break
+                free_s = max(free_s, arrival_s)
+            starts[coordinate].append(free_s)
+            free_s += action_s(stage, action)
+            ends[coordinate].append(free_s)
             if given is not None:
-                arrivals[given] = end if given.local else end + transfer_s(given)
+                arrivals[given] = free_s + _travel_s(schedule.transfer(given), transfer_s) if transfer_s else free_s
                 if given in waiting:
                     runnable.append(waiting.pop(given))
-    assert not waiting, f"{schedule.name} cannot run: {next(iter(waiting))} never comes"
+    if waiting:
+        never = "; ".join(f"{schedule.transfer(flow)} never comes" for flow in waiting)
+        raise ScheduleError(f"{schedule.name} waits for itself: {never}")
     return Walk(starts_s=tuple(map(tuple, starts)), ends_s=tuple(map(tuple, ends)))
+
+
+def _travel_s(transfer: Transfer, transfer_s: Callable[[Transfer], float]) -> float:
+    return 0.0 if transfer.local else transfer_s(transfer)
+
+
+def receive_points(schedule: Schedule) -> ReceivePoints:
+    """`[p][i]`: what coordinate p receives before its i-th action, so that messages are taken in as they come.
+
+    Where a coordinate works on other chunks while messages for a later one arrive, receiving only when they are needed
+    would hold up the sender, who may be the one that is waited for. Here each message is received before the first
+    action that starts after it was sent (under EQUAL_COSTS). Order is thus that of sending on every channel, and no
+    two coordinates can wait for each other: whatever a receive waits for was sent earlier, or starts earlier, than the
+    action behind it.
+    """
+    times = walk(schedule)
+    sent: list[list[tuple[float, Transfer]]] = [[] for _ in schedule.actions]
+    for coordinate, actions in enumerate(schedule.actions):
+        for action, end_s in zip(actions, times.ends_s[coordinate], strict=True):
+            given = schedule.gives(coordinate, action)
+            if given is not None and not given.local:
+                sent[given.destination].append((end_s, given))
+    points = []
+    for starts_s, messages in zip(times.starts_s, sent, strict=True):
+        before: list[list[Transfer]] = [[] for _ in starts_s]
+        for sent_s, transfer in sorted(messages, key=lambda message: message[0]):
+            before[bisect_left(starts_s, sent_s)].append(transfer)
+        points.append(tuple(map(tuple, before)))
+    return tuple(points)
+
+
+def just_in_time(schedule: Schedule) -> ReceivePoints:
+    """`[p][i]` as in `receive_points`, each message received before the action that needs it."""
+    return tuple(
+        tuple(
+            (needed,) if needed is not None and not needed.local else ()
+            for needed in (schedule.needs(coordinate, action) for action in actions)
+        )
+        for coordinate, actions in enumerate(schedule.actions)
+    )

@@ -1,35 +1,170 @@
 """Schedules: what they promise holds over wide ranges, and the checker refuses what cannot run."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.schedule import SCHEDULES, Action, schedule
+from phalanx.plan.schedule import SCHEDULES, Action, Schedule, schedule
 from phalanx.plan.schedule_check import ScheduleError, check
 from phalanx.plan.walk import walk
 
-ONE_CHUNK = [name for name, family in SCHEDULES.items() if family.virtual_stages[0] == 1]
+SIZES = {"pipeline": st.integers(1, 16), "num_micro_batches": st.integers(1, 40)}
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@settings(deadline=None)
-@given(pipeline=st.integers(1, 16), num_micro_batches=st.integers(1, 40))
-def test_bubble_is_the_closed_form(name, pipeline, num_micro_batches):
-    """(p - 1) / (m + p - 1): SC21 section 2.2, for any number of micro-batches."""
-    made = schedule(name, pipeline, 1, num_micro_batches)
-    assert check(made).rendezvous
-    assert walk(made).bubble == pytest.approx((pipeline - 1) / (num_micro_batches + pipeline - 1), abs=1e-12)
+def chunks(name):
+    fewest, most = SCHEDULES[name].virtual_stages
+    return st.integers(fewest, min(most, 4))
 
 
-@given(pipeline=st.integers(1, 16), num_micro_batches=st.integers(1, 40))
-def test_peak_live_of_1f1b_and_gpipe(pipeline, num_micro_batches):
-    """1F1B holds min(m, p - i) micro-batches on stage i, GPipe all of them."""
-    assert check(schedule("1f1b", pipeline, 1, num_micro_batches)).peak_live == tuple(
-        min(num_micro_batches, pipeline - i) for i in range(pipeline)
+def work_and_bubble(name, p, v, m):
+    """Seconds of one coordinate's work under EQUAL_COSTS and the published seconds of its bubble (F 1, B 2, W 1), or
+    None outside the range in which the closed form holds (formulas.md 4)."""
+    work = 3 * m * v
+    if name in ("gpipe", "1f1b"):
+        return work, 3 * (p - 1)
+    if name in ("interleaved-1f1b", "breadth-first"):
+        return work, 3 * (p - 1) if m >= p else None
+    if name == "zb-h1":
+        return work, (p - 1) if m >= p else None
+    return work, {"zb-v": 0, "dualpipe-v": p - 1}[name] if m >= 2 * p else None
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), **SIZES)
+def test_every_schedule_can_run_and_has_its_bubble(name, data, pipeline, num_micro_batches):
+    """Order, completeness, memory bound, first in first out and no deadlock by `check`; the bubble by `walk`.
+
+    The published bubble of dualpipe-v, (p - 1)(F&B + B - 3W) = 2(p - 1), counts a forward beside a backward as one
+    piece; listed one after the other, the first one's result is sent earlier and half of it goes.
+    """
+    virtual_stages = data.draw(chunks(name), label="virtual stages")
+    made = schedule(name, pipeline, virtual_stages, num_micro_batches)
+    check(made)
+    work, bubble = work_and_bubble(name, pipeline, virtual_stages, num_micro_batches)
+    if bubble is not None:
+        assert walk(made).bubble == pytest.approx(bubble / (work + bubble), abs=1e-12)
+    else:
+        assert walk(made).step_s < 3 * virtual_stages * (num_micro_batches + pipeline)
+
+
+@settings(deadline=None, max_examples=40)
+@given(**SIZES)
+def test_peak_live_is_the_stated_number(pipeline, num_micro_batches):
+    """1F1B holds min(m, p - i) micro-batches on stage i, GPipe all of them, ZB-V 2p half ones on every stage."""
+    p, m = pipeline, num_micro_batches
+    assert check(schedule("1f1b", p, 1, m)).peak_live == tuple(min(m, p - i) for i in range(p))
+    assert check(schedule("gpipe", p, 1, m)).peak_live == (m,) * p
+    assert check(schedule("zb-h1", p, 1, m)).peak_live == (min(m, p),) * p
+    if m >= 2 * p:
+        assert check(schedule("zb-v", p, 2, m)).peak_live == (2 * p,) * p
+        assert check(schedule("dualpipe-v", p, 2, m)).peak_live[-1] == 2 * p + 1
+    if m % p == 0 and m > p:
+        peaks = check(schedule("interleaved-1f1b", p, 3, m)).peak_live
+        assert peaks == tuple(2 * (p - i - 1) + 2 * p + 1 for i in range(p))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@settings(deadline=None, max_examples=30)
+@given(**SIZES)
+def test_one_chunk_schedules_receive_just_in_time(name, pipeline, num_micro_batches):
+    assert check(schedule(name, pipeline, 1, num_micro_batches)).just_in_time
+
+
+LETTERS = {"forward": "F", "backward": "B", "input_gradient": "I", "weight_gradient": "W"}
+
+
+def drawn(made):
+    """One line per coordinate; letters of chunk 1 are small."""
+    letters = [[(LETTERS[act.kind], act) for act in actions] for actions in made.actions]
+    return [
+        " ".join(f"{letter.lower() if act.chunk else letter}{act.micro_batch}" for letter, act in line)
+        for line in letters
+    ]
+
+
+GOLDEN = {
+    ("gpipe", 2, 1, 3): ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"],
+    ("1f1b", 3, 1, 4): ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+    ("interleaved-1f1b", 2, 2, 2): ["F0 F1 f0 f1 b0 b1 B0 B1", "F0 F1 f0 b0 f1 b1 B0 B1"],
+    ("interleaved-1f1b", 2, 2, 3): ["F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2", "F0 F1 F2 f0 b0 f1 b1 f2 b2 B0 B1 B2"],
+    ("breadth-first", 2, 2, 2): ["F0 F1 f0 f1 b0 b1 B0 B1", "F0 F1 f0 f1 b0 b1 B0 B1"],
+    ("zb-h1", 2, 1, 3): ["F0 F1 I0 W0 F2 I1 W1 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"],
+    ("zb-h1", 3, 1, 1): ["F0 I0 W0", "F0 I0 W0", "F0 I0 W0"],
+    ("zb-v", 2, 2, 3): [
+        "F0 F1 F2 f0 i0 w0 f1 i1 w1 I0 W0 f2 i2 w2 I1 W1 I2 W2",
+        "F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 I1 W1 i2 w2 I2 W2",
+    ],
+    ("dualpipe-v", 2, 2, 4): [
+        "F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 b2 f3 B1 b3 I2 W2 I3 W3",
+        "F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 b2 B2 i3 I3 w3 W3",
+    ],
+}
+
+
+@pytest.mark.parametrize("sizes", GOLDEN, ids=str)
+def test_golden_orders(sizes):
+    """Checked by hand against the papers' figures, their rule applied to sizes that fit on a line."""
+    assert drawn(schedule(*sizes)) == GOLDEN[sizes]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "step_s"),
+    [
+        (("interleaved-1f1b", 2, 2, 1), 12),
+        (("breadth-first", 3, 2, 2), 21),
+        (("zb-h1", 3, 1, 1), 7),
+        (("zb-v", 2, 2, 1), 10),
+        (("dualpipe-v", 2, 2, 1), 11),
+    ],
+    ids=str,
+)
+def test_golden_step_times_with_few_micro_batches(sizes, step_s):
+    """Outside the closed forms' range, checked by hand: one micro-batch passes all stages twice, one after another;
+    where backward is split, only its own weight gradient comes after the last input gradient."""
+    assert walk(schedule(*sizes)).step_s == step_s
+
+
+@st.composite
+def random_schedules(draw):
+    """Any order in which every action comes after what it needs, with stages placed anyhow."""
+    pipeline, virtual_stages, m = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    slots = [(p, chunk) for chunk in range(virtual_stages) for p in range(pipeline)]
+    places = tuple(draw(st.permutations(slots)))
+    made = Schedule(
+        name="random",
+        pipeline=pipeline,
+        virtual_stages=virtual_stages,
+        num_micro_batches=m,
+        placement=places,
+        actions=(),
     )
-    assert check(schedule("gpipe", pipeline, 1, num_micro_batches)).peak_live == (num_micro_batches,) * pipeline
+    last = made.num_stages - 1
+    split = draw(st.booleans())
+    needs = {}
+    for stage, i in itertools.product(range(last + 1), range(m)):
+        gradient = "input_gradient" if split else "backward"
+        needs["forward", stage, i] = [("forward", stage - 1, i)] if stage else []
+        needs[gradient, stage, i] = [(gradient, stage + 1, i) if stage < last else ("forward", stage, i)]
+        if split:
+            needs["weight_gradient", stage, i] = [(gradient, stage, i)]
+    random, done = draw(st.randoms(use_true_random=False)), {}
+    while len(done) < len(needs):
+        done[random.choice([key for key in needs if key not in done and all(n in done for n in needs[key])])] = True
+    actions = [[] for _ in range(pipeline)]
+    for kind, stage, i in done:
+        coordinate, chunk = places[stage]
+        actions[coordinate].append(Action(kind=kind, micro_batch=i, chunk=chunk))
+    return replace(made, actions=tuple(map(tuple, actions)))
+
+
+@settings(deadline=None)
+@given(made=random_schedules())
+def test_any_order_that_respects_dependencies_can_run(made):
+    check(made)
 
 
 def test_one_process_is_forward_and_backward_in_turn():
@@ -58,7 +193,7 @@ def test_transfers_name_the_neighbours():
 
 def test_gradients_are_final_after_the_last_action_that_adds():
     made = schedule("gpipe", 2, 1, 3)
-    assert made.last_to_add(0) == {0: Action(kind="backward", micro_batch=0)}
+    assert made.last_to_add(0) == {0: Action(kind="backward", micro_batch=2)}
 
 
 def _replaced(made, coordinate, actions):
@@ -82,7 +217,6 @@ BROKEN = {
         "1 input gradient, 0 weight gradient",
     ),
     "backward before forward": (lambda acts: acts[::-1], "comes before its forward"),
-    "swapped forwards": (lambda acts: _swapped(acts, 0, 1), "is sent as"),
     "too many ahead": (lambda acts: sorted(acts, key=lambda act: act.kind == "backward"), "live activations, bound"),
 }
 
@@ -109,5 +243,12 @@ def test_a_deadlocking_order_is_refused():
     assert [act.kind for act in late] == ["forward", "backward", "forward", "backward"]
     both_first = sorted(made.actions[1], key=lambda act: act.kind == "backward")
     stuck = replace(made, name="ours", actions=(tuple(late), tuple(both_first)))
-    with pytest.raises(ScheduleError, match=r"deadlock.*coordinate 0 waits to receive gradient of micro-batch 0"):
+    with pytest.raises(ScheduleError, match="waits for itself: gradient of micro-batch 0 for stage 0"):
         check(stuck)
+
+
+def test_swapped_forwards_cannot_be_received_just_in_time():
+    """Order of use is not that of sending: whoever receives only what it needs next would take the wrong message."""
+    made = schedule("1f1b", 4, 1, 6)
+    swapped = _replaced(made, 1, _swapped(made.actions[1], 0, 1))
+    assert not check(swapped).just_in_time
