@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -52,3 +53,15 @@ def test_deciding_loads_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_every_dependency_is_pinned():
+    # pyproject.toml says what we need, constraints.txt which release of it is installed.
+    def names(text: str) -> set[str]:
+        return {
+            name.lower().replace("_", "-") for name in re.findall(r"^\s*\"?([A-Za-z][\w-]*)[=>]=\d", text, re.MULTILINE)
+        }
+
+    needed = names((ROOT / "pyproject.toml").read_text())
+    assert {"torch", "numpy", "pytest"} <= needed
+    assert needed <= names((ROOT / "constraints.txt").read_text())
