@@ -1,0 +1,232 @@
+"""How far the planner's predictions are from published runs: `python benchmarks/planner_accuracy.py PATH…`.
+
+Reads files of the published format and prints, per source and overall, the error of step time and of memory, how many
+layouts that did not fit are predicted not to, and how well layouts of one model are ranked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from published import Row, read
+
+from phalanx.planner.candidates import of
+from phalanx.planner.engine import Engine, engine
+from phalanx.planner.estimate import estimate
+
+OK = ("ok", "ok_recompute_untold")
+TARGETS = {
+    "seqsel_t5": 0.02,
+    "megatron_readme_apr2021_sc21_t1": 0.05,
+    "sc21_t2": 0.07,
+    "megatron_readme_h100": 0.08,
+    "vtrain_single": 0.06,
+    "llm_foundry": 0.05,
+    "bigscience_tr11_176b": 0.08,
+    "vtrain_multi": 0.08,
+    "dgxc_24.11": 0.08,
+    "playbook": 0.07,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A row and what the planner says of it: the fastest that fits of the layouts that it may have been."""
+
+    row: Row
+    step_s: float
+    memory_bytes: float
+
+    @property
+    def error(self) -> float:
+        """Signed relative error of step time."""
+        assert self.row.step_s
+        return self.step_s / self.row.step_s - 1.0
+
+    @property
+    def over(self) -> bool:
+        """Whether the planner says that it does not fit."""
+        return self.memory_bytes > self.row.cluster.device.memory_bytes
+
+
+def score(rows: list[Row], engines: dict[str, Engine] | None = None) -> list[Scored]:
+    """Predict all rows; rows of one cell in one call."""
+    batches: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        batches[(row.cell, row.engine, repr(row.model))].append(row)
+    scored = []
+    for members in batches.values():
+        first = members[0]
+        runner = (engines or {}).get(first.engine) or engine(first.engine)
+        layouts = of([layout for row in members for layout in row.layouts])
+        step_s, peak = np.empty(len(layouts)), np.empty(len(layouts))
+        for group in estimate(first.model, first.job, first.cluster, runner, layouts):
+            step_s[group.rows] = group.step_s
+            peak[group.rows] = group.memory_bytes.max(1)
+        start = 0
+        for row in members:
+            part = slice(start, start := start + len(row.layouts))
+            fitting = peak[part] <= row.cluster.device.memory_bytes
+            times = np.where(fitting, step_s[part], np.inf) if fitting.any() else step_s[part]
+            best = int(np.argmin(times))
+            scored.append(Scored(row=row, step_s=float(step_s[part][best]), memory_bytes=float(peak[part][best])))
+    return scored
+
+
+def spread(errors: list[float]) -> dict[str, float]:
+    """Number, median and 90th percentile of |error|, mean of |error|, mean error."""
+    size = np.abs(errors)
+    return {
+        "num_rows": len(errors),
+        "median_abs_error": float(np.median(size)),
+        "p90_abs_error": float(np.percentile(size, 90)),
+        "mean_abs_error": float(size.mean()),
+        "bias": float(np.mean(errors)),
+    }
+
+
+def ranks(values: Any) -> Any:
+    """Ranks with ties averaged."""
+    values = np.asarray(values)
+    order = np.argsort(values)
+    result = np.empty(len(values))
+    result[order] = np.arange(len(values))
+    for value in np.unique(values):
+        result[values == value] = result[values == value].mean()
+    return result
+
+
+def ranking(scored: list[Scored]) -> dict[str, Any]:
+    """Per source: over groups of at least five layouts of one model, job and machine, the mean Spearman and Kendall
+    correlation of predicted and measured time, and the regret of the first choice."""
+    cells: dict[Any, list[Scored]] = defaultdict(list)
+    for entry in scored:
+        cells[entry.row.cell].append(entry)
+    by_source: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for cell, members in cells.items():
+        if len(members) < 5:
+            continue
+        predicted = np.array([entry.step_s for entry in members])
+        measured = np.array([entry.row.step_s for entry in members])
+        spearman = float(np.corrcoef(ranks(predicted), ranks(measured))[0, 1])
+        pairs = np.sign(np.subtract.outer(predicted, predicted)) * np.sign(np.subtract.outer(measured, measured))
+        kendall = float(pairs.sum() / (len(members) * (len(members) - 1)))
+        regret = float(measured[np.argmin(predicted)] / measured.min() - 1.0)
+        by_source[cell[0]].append((spearman, kendall, regret))
+    return {
+        source: {
+            "num_groups": len(values),
+            "spearman": float(np.mean([v[0] for v in values])),
+            "kendall": float(np.mean([v[1] for v in values])),
+            "regret": float(np.mean([v[2] for v in values])),
+            "max_regret": float(np.max([v[2] for v in values])),
+        }
+        for source, values in by_source.items()
+    }
+
+
+def fit_or_not(scored: list[Scored]) -> dict[str, Any]:
+    """Rows that did not fit: how many are predicted over; rows that ran: how many are predicted under; and the curve of
+    both over a scale of the limit."""
+    failed = np.array([s.memory_bytes / s.row.cluster.device.memory_bytes for s in scored if not s.row.fits])
+    ran = np.array([s.memory_bytes / s.row.cluster.device.memory_bytes for s in scored if s.row.fits])
+    if not len(failed):
+        return {"num_failed": 0, "num_ran": len(ran)}
+    curve = [
+        {"limit": scale, "caught": float((failed > scale).mean()), "false_alarms": float((ran > scale).mean())}
+        for scale in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
+    ]
+    return {
+        "num_failed": len(failed),
+        "num_ran": len(ran),
+        "caught": float((failed > 1).mean()),
+        "false_alarms": float((ran > 1).mean()),
+        "curve": curve,
+    }
+
+
+def report(scored: list[Scored], skipped: dict[str, int]) -> dict[str, Any]:
+    """Everything that is printed, as one value."""
+    timed = [s for s in scored if s.row.step_s and s.row.fits]
+    good = [s for s in timed if s.row.quality in OK]
+    by_source: dict[str, list[float]] = defaultdict(list)
+    other: dict[str, list[float]] = defaultdict(list)
+    memory: dict[str, list[float]] = defaultdict(list)
+    for entry in timed:
+        target = by_source if entry.row.quality in OK else other
+        name = entry.row.source if entry.row.quality in OK else f"{entry.row.source}:{entry.row.quality}"
+        target[name].append(entry.error)
+    for entry in scored:
+        if entry.row.memory_bytes and entry.row.fits:
+            memory[entry.row.source].append(entry.memory_bytes / entry.row.memory_bytes - 1.0)
+    small = [s for s in scored if s.row.memory_bytes and s.row.fits and s.row.layouts[0].tensor <= 8]
+    for entry in small:
+        if entry.row.source == "playbook":
+            memory["playbook, tensor <= 8"].append(entry.memory_bytes / entry.row.memory_bytes - 1.0)  # type: ignore[operator]
+    return {
+        "overall": spread([s.error for s in good]) if good else {"num_rows": 0},
+        "sources": {name: spread(errors) for name, errors in by_source.items()},
+        "not_scored": {name: spread(errors) for name, errors in other.items()},
+        "ranking": ranking(good),
+        "memory": {name: spread(errors) for name, errors in memory.items()},
+        "did_not_fit": fit_or_not([s for s in scored if s.row.quality in OK or s.row.quality == "slow_outlier"]),
+        "skipped": skipped,
+        "num_without_time": len(scored) - len(timed),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The report as tables."""
+    print(f"{'source':44} {'rows':>5} {'median':>7} {'p90':>7} {'mean':>7} {'bias':>7}  aim")
+    for name, line in [*result["sources"].items(), ("all rows of quality ok", result["overall"])]:
+        if line["num_rows"]:
+            aim = f"{TARGETS[name]:.0%}" if name in TARGETS else ""
+            print(_line(name, line) + f"  {aim}")
+    for title, key in (("scored apart", "not_scored"), ("memory", "memory")):
+        print(f"\n{title}")
+        for name, line in result[key].items():
+            print(_line(name, line))
+    print("\nranking of layouts of one model")
+    for name, line in result["ranking"].items():
+        words = " ".join(f"{key} {line[key]:.3f}" for key in ("spearman", "kendall", "regret", "max_regret"))
+        print(f"{name:44} {line['num_groups']:5} groups  {words}")
+    fit = result["did_not_fit"]
+    if fit.get("num_failed"):
+        print(f"\ndid not fit: {fit['caught']:.1%} of {fit['num_failed']} caught, ", end="")
+        print(f"{fit['false_alarms']:.1%} of {fit['num_ran']} that ran called too large")
+        for point in fit["curve"]:
+            print(
+                f"    limit × {point['limit']:.1f}: {point['caught']:6.1%} caught, {point['false_alarms']:6.1%} false"
+            )
+    print(f"\nskipped: {result['skipped'] or 'none'}; rows without a time: {result['num_without_time']}")
+
+
+def _line(name: str, line: dict[str, float]) -> str:
+    values = " ".join(f"{line[key]:7.1%}" for key in ("median_abs_error", "p90_abs_error", "mean_abs_error", "bias"))
+    return f"{name:44} {line['num_rows']:5} {values}"
+
+
+def main(arguments: list[str]) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    options = parser.parse_args(arguments)
+    rows, skipped = read(options.paths)
+    result = report(score(rows), skipped)
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,304 @@
+"""Operations: what a block computes, moves and keeps, from sizes alone.
+
+Claims, held against what a recorder sees the real blocks do. The planner prices them; the trainer never reads them.
+Every size may be an int (one layout) or a numpy array with one entry per layout: the list of operations is the same for
+all layouts, only their sizes differ, so one function serves one layout and a hundred thousand.
+
+Symbols (formulas.md): T tokens per rank and micro-batch, h hidden, q and g rows of the query and of the key projection
+on this rank, f feed-forward width on this rank, V padded vocabulary on this rank, s sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from phalanx.plan.shards import VOCAB_MULTIPLE
+from phalanx.spec.model import ModelSpec
+
+Size: TypeAlias = Any
+Kind = Literal["matmul", "attention", "elementwise"]
+
+HEAD_ROWS = 1024
+"""The head computes logits for this many tokens at a time (design, section 7), where it is chunked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One kernel: `batch` products of [m, k] by [k, n], `count` times; or an element-wise pass over `bytes`.
+
+    Under kind "attention" m and n are query and key positions, k the head width, `batch` sequences × heads, `products`
+    how many m × n × k products the kernel makes (2 forward, 5 backward under recomputation of scores).
+    `core` marks what selective recompute repeats. `bytes` counts everything read and written once.
+    """
+
+    name: str
+    kind: Kind
+    bytes: Size
+    m: Size = 0
+    n: Size = 0
+    k: Size = 0
+    batch: Size = 1
+    count: Size = 1
+    products: int = 1
+    core: bool = False
+
+    @property
+    def flops(self) -> Size:
+        """Floating-point operations, a multiply-add counted as two."""
+        return 2 * self.count * self.batch * self.products * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A tensor that lives from a block's forward to its backward. `core` as in Operation: dropped by selective
+    recompute."""
+
+    name: str
+    bytes: Size
+    core: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """What one block does: forward, the gradient of its input, the gradients of its weights; and what it keeps."""
+
+    forward: tuple[Operation, ...]
+    input_gradient: tuple[Operation, ...]
+    weight_gradient: tuple[Operation, ...]
+    kept: tuple[Kept, ...]
+
+    @property
+    def kept_bytes(self) -> Size:
+        """All that is kept for backward when nothing is recomputed."""
+        return sum(kept.bytes for kept in self.kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """How an engine does it: `attention` "flash" never stores scores, "math" does; `keep_gathered`: whether linear
+    layers keep the gathered input under sequence parallelism, or gather it again; `keep_masks`: whether dropout masks
+    are stored (one byte per element); `extra_kept`: bytes that eager code keeps beyond the list, as a fraction of it;
+    `gradient_bytes` of the sum that weight gradients are added to, by the matrix product itself (`fused_sum`) or in a
+    pass of its own."""
+
+    attention: Literal["flash", "math"] = "flash"
+    keep_gathered: bool = False
+    keep_masks: bool = False
+    extra_kept: float = 0.0
+    gradient_bytes: int = 4
+    fused_sum: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One rank's share of one micro-batch. `tokens` inside a half-block, `rows` between half-blocks (fewer under
+    sequence parallelism); `element` bytes of the compute precision, `statistic` of norms and softmax."""
+
+    micro_batch: Size
+    queries: Size
+    keys: Size
+    tokens: Size
+    rows: Size
+    heads: Size
+    kv_heads: Size
+    ffn: Size
+    vocab: Size
+    hidden: int
+    head_dim: int
+    element: int
+    statistic: int
+
+    @property
+    def q(self) -> Size:
+        """Rows of the query projection on this rank."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> Size:
+        """Rows of the key projection, and of the value projection, on this rank."""
+        return self.kv_heads * self.head_dim
+
+
+def cut(model: ModelSpec, seq_len: int, layout: Any, element: int) -> Cut:
+    """One rank's share under `layout` (a Layout, or anything with arrays for its fields)."""
+    tensor, queries = layout.tensor, seq_len // layout.context
+    tokens = layout.micro_batch * queries
+    divisor = np.where(layout.sequence_parallel, tensor, 1)
+    rows = tokens // (divisor if np.ndim(divisor) else int(divisor))
+    kv_heads = model.num_kv_heads // tensor
+    return Cut(
+        micro_batch=layout.micro_batch,
+        queries=queries,
+        keys=seq_len,
+        tokens=tokens,
+        rows=rows,
+        heads=model.num_heads // tensor,
+        kv_heads=np.maximum(1, kv_heads) if np.ndim(kv_heads) else max(1, kv_heads),
+        ffn=model.ffn // tensor,
+        vocab=-(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE,
+        hidden=model.hidden,
+        head_dim=model.head_dim,
+        element=element,
+        statistic=max(4, element),
+    )
+
+
+def linear(name: str, tokens: Size, inputs: Size, outputs: Size, cut: Cut, kernels: Kernels) -> Block:
+    """A linear layer's three products: Y = X Wᵀ, dX = dY W, dW += dYᵀ X."""
+    e, weights = cut.element, inputs * outputs
+
+    def product(suffix: str, m: Size, n: Size, k: Size, result: int) -> Operation:
+        moved = m * n * result + (n * k + m * k) * e
+        return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, bytes=moved)
+
+    into = 2 * kernels.gradient_bytes
+    weight_gradient = [product(" weight gradient", outputs, inputs, tokens, into if kernels.fused_sum else e)]
+    if not kernels.fused_sum:
+        weight_gradient.append(Operation(name=f"{name} sum", kind="elementwise", bytes=weights * (e + into)))
+    return Block(
+        forward=(product("", tokens, outputs, inputs, e),),
+        input_gradient=(product(" input gradient", tokens, inputs, outputs, e),),
+        weight_gradient=tuple(weight_gradient),
+        kept=(),
+    )
+
+
+def elementwise(name: str, forward: Size, backward: Size, kept: Iterable[Kept] = (), *, core: bool = False) -> Block:
+    """A pass over memory: bytes read and written forward, and for the gradient."""
+    return Block(
+        forward=(Operation(name=name, kind="elementwise", bytes=forward, core=core),),
+        input_gradient=(Operation(name=f"{name} gradient", kind="elementwise", bytes=backward, core=False),),
+        weight_gradient=(),
+        kept=tuple(kept),
+    )
+
+
+def attention(cut: Cut, kernels: Kernels, dropout: bool) -> Block:
+    """The attention core, causal. Flash: 2 products forward, 5 backward, over half of the scores, nothing of their size
+    stored (FlashAttention-2, arXiv 2307.08691). Math: full score matrices, each stored in compute precision."""
+    batch, e = cut.micro_batch * cut.heads, cut.element
+    moved = (2 * cut.q + 2 * cut.kv) * cut.tokens * e
+    if kernels.attention == "flash":
+        common = {"m": cut.queries, "n": cut.keys / 2, "k": cut.head_dim, "batch": batch}
+        return Block(
+            forward=(Operation(name="attention", kind="attention", bytes=moved, products=2, core=True, **common),),
+            input_gradient=(
+                Operation(name="attention gradient", kind="attention", bytes=2 * moved, products=5, **common),
+            ),
+            weight_gradient=(),
+            kept=(Kept(name="log-sum-exp", bytes=cut.statistic * cut.tokens * cut.heads),),
+        )
+    scores = batch * cut.queries * cut.keys
+    mask = scores if dropout else 0
+    blocks = (
+        _product("scores", batch, cut.queries, cut.keys, cut.head_dim, e),
+        elementwise(
+            "softmax",
+            (2 * e + (2 * e if dropout else 0)) * scores + mask,
+            (3 * e + (2 * e if dropout else 0)) * scores + mask,
+            [Kept(name="softmax", bytes=e * scores, core=True)]
+            + ([Kept(name="dropped softmax", bytes=e * scores, core=True)] if dropout else [])
+            + ([Kept(name="softmax mask", bytes=scores, core=True)] if dropout else []),
+            core=True,
+        ),
+        _product("values", batch, cut.queries, cut.head_dim, cut.keys, e),
+    )
+    return join(blocks)
+
+
+def _product(name: str, batch: Size, m: Size, n: Size, k: Size, element: int) -> Block:
+    """A batched product of two activations: both have gradients, none is a weight."""
+    moved = batch * (m * n + n * k + m * k) * element
+    forward = Operation(name=name, kind="matmul", m=m, n=n, k=k, batch=batch, bytes=moved, core=True)
+    left = Operation(name=f"{name} left gradient", kind="matmul", m=m, n=k, k=n, batch=batch, bytes=moved)
+    right = Operation(name=f"{name} right gradient", kind="matmul", m=n, n=k, k=m, batch=batch, bytes=moved)
+    return Block(forward=(forward,), input_gradient=(left, right), weight_gradient=(), kept=())
+
+
+def join(blocks: Iterable[Block]) -> Block:
+    """Blocks one after another, as one."""
+    blocks = tuple(blocks)
+    return Block(
+        forward=tuple(operation for block in blocks for operation in block.forward),
+        input_gradient=tuple(operation for block in reversed(blocks) for operation in block.input_gradient),
+        weight_gradient=tuple(operation for block in reversed(blocks) for operation in block.weight_gradient),
+        kept=tuple(kept for block in blocks for kept in block.kept),
+    )
+
+
+def norm(name: str, model: ModelSpec, cut: Cut) -> Block:
+    """Reads and writes h per row; backward reads input and gradient, adds to the residual's gradient. Keeps its input
+    and one statistic per row (two under LayerNorm)."""
+    wide = cut.rows * cut.hidden * cut.element
+    statistics = (2 if model.norm == "layernorm" else 1) * cut.rows * cut.statistic
+    kept = [Kept(name=f"{name} input", bytes=wide), Kept(name=f"{name} statistics", bytes=statistics)]
+    return elementwise(name, 2 * wide, 4 * wide, kept)
+
+
+def residual(name: str, model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
+    """Bias, dropout and addition to the residual stream in one pass."""
+    wide = cut.rows * cut.hidden * cut.element
+    if model.dropout == 0.0:
+        return elementwise(name, 3 * wide, 0 * wide)
+    mask = cut.rows * cut.hidden
+    kept = [Kept(name=f"{name} mask", bytes=mask)] if kernels.keep_masks else []
+    return elementwise(name, 3 * wide + mask, 2 * wide + mask, kept)
+
+
+def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
+    """One transformer layer: norm, attention, residual, norm, feed-forward, residual."""
+    e, up = cut.element, (2 if model.gated else 1) * cut.ffn
+    linear_input = (cut.tokens if kernels.keep_gathered else cut.rows) * cut.hidden * e
+    rotary = cut.tokens * (cut.q + cut.kv) * e if model.positions == "rope" else 0 * cut.tokens
+    return join(
+        (
+            norm("norm1", model, cut),
+            _keeps("qkv input", linear_input),
+            linear("qkv", cut.tokens, cut.hidden, cut.q + 2 * cut.kv, cut, kernels),
+            elementwise("rotary", 2 * rotary, 2 * rotary),
+            _keeps("q, k, v", cut.tokens * (cut.q + 2 * cut.kv) * e),
+            attention(cut, kernels, model.attention_dropout > 0),
+            _keeps("attention output", cut.tokens * cut.q * e),
+            linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels),
+            residual("residual1", model, cut, kernels),
+            norm("norm2", model, cut),
+            _keeps("up input", linear_input),
+            linear("up", cut.tokens, cut.hidden, up, cut, kernels),
+            elementwise(
+                "activation",
+                cut.tokens * (up + cut.ffn) * e,
+                cut.tokens * (2 * up + cut.ffn) * e,
+                [Kept(name="up output", bytes=cut.tokens * up * e)],
+            ),
+            _keeps("down input", cut.tokens * cut.ffn * e),
+            linear("down", cut.tokens, cut.ffn, cut.hidden, cut, kernels),
+            residual("residual2", model, cut, kernels),
+        )
+    )
+
+
+def _keeps(name: str, num_bytes: Size) -> Block:
+    return Block(forward=(), input_gradient=(), weight_gradient=(), kept=(Kept(name=name, bytes=num_bytes),))
+
+
+def embedding(model: ModelSpec, cut: Cut) -> Block:
+    """Rows of the table for each token (and its position), with dropout; backward adds rows into the gradient."""
+    wide = cut.tokens * cut.hidden * cut.element
+    return elementwise("embedding", 2 * wide, 3 * wide, [Kept(name="tokens", bytes=8 * cut.tokens)])
+
+
+def head(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
+    """Final norm, logits and loss. The loss reads logits for maximum, exponential sum and gradient, in `statistic`
+    precision, and writes the gradient back."""
+    logits = cut.tokens * cut.vocab
+    return join(
+        (
+            norm("final norm", model, cut),
+            linear("logits", cut.tokens, cut.hidden, cut.vocab, cut, kernels),
+            elementwise("loss", 2 * logits * cut.statistic, 2 * logits * cut.statistic),
+        )
+    )

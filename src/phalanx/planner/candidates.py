@@ -1,0 +1,178 @@
+"""Candidates: many layouts as one array per field, so that a cost is computed for all of them at once.
+
+Attribute names are Layout's; wherever a formula reads `layout.tensor`, a Layout and a Candidates both do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.plan.layout import Layout, Recompute
+from phalanx.plan.schedule import SCHEDULES
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+Array: TypeAlias = npt.NDArray[Any]
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What may be chosen: the values of each discrete option that an engine can run. Axis sizes, micro-batches and
+    virtual stages (those that divide the layers evenly) follow from the devices, the batch and the layers."""
+
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    zero: tuple[int, ...] = (0, 1)
+    recompute: tuple[Recompute, ...] = ("none",)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    max_context: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """One entry per layout in each array. `schedule` indexes `schedules`, `recompute` indexes RECOMPUTES."""
+
+    tensor: Array
+    context: Array
+    pipeline: Array
+    data: Array
+    virtual_stages: Array
+    micro_batch: Array
+    schedule: Array
+    zero: Array
+    sequence_parallel: Array
+    recompute: Array
+    schedules: tuple[str, ...]
+    bucket_bytes: int = Layout().bucket_bytes
+    stage_layers: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def num_stages(self) -> Array:
+        """Stages that a micro-batch passes through."""
+        return self.pipeline * self.virtual_stages
+
+    def num_micro_batches(self, global_batch: int) -> Array:
+        """Micro-batches that each data coordinate runs per step."""
+        return global_batch // (self.micro_batch * self.data)
+
+    def take(self, index: Array) -> Candidates:
+        """Those at `index` (numbers or a mask)."""
+        arrays = {name: getattr(self, name)[index] for name in ARRAYS}
+        return Candidates(
+            **arrays, schedules=self.schedules, bucket_bytes=self.bucket_bytes, stage_layers=self.stage_layers
+        )
+
+    def layout(self, i: int) -> Layout:
+        """The i-th as a Layout."""
+        return Layout(
+            tensor=int(self.tensor[i]),
+            context=int(self.context[i]),
+            pipeline=int(self.pipeline[i]),
+            data=int(self.data[i]),
+            virtual_stages=int(self.virtual_stages[i]),
+            micro_batch=int(self.micro_batch[i]),
+            schedule=self.schedules[self.schedule[i]],
+            zero=int(self.zero[i]),
+            sequence_parallel=bool(self.sequence_parallel[i]),
+            recompute=RECOMPUTES[self.recompute[i]],
+            bucket_bytes=self.bucket_bytes,
+            stage_layers=self.stage_layers,
+        )
+
+
+ARRAYS = tuple(field.name for field in fields(Candidates))[:10]
+
+
+def of(layouts: Sequence[Layout]) -> Candidates:
+    """Layouts as arrays. All share `bucket_bytes` and `stage_layers` of the first."""
+    schedules = tuple(dict.fromkeys(layout.schedule for layout in layouts))
+    columns: dict[str, Any] = {name: np.array([getattr(layout, name) for layout in layouts]) for name in ARRAYS[:6]}
+    columns["schedule"] = np.array([schedules.index(layout.schedule) for layout in layouts])
+    columns["zero"] = np.array([layout.zero for layout in layouts])
+    columns["sequence_parallel"] = np.array([layout.sequence_parallel for layout in layouts])
+    columns["recompute"] = np.array([RECOMPUTES.index(layout.recompute) for layout in layouts])
+    return Candidates(
+        **columns, schedules=schedules, bucket_bytes=layouts[0].bucket_bytes, stage_layers=layouts[0].stage_layers
+    )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors in rising order."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return tuple(sorted({*small, *(number // i for i in small)}))
+
+
+def enumerate_all(
+    model: ModelSpec, job: JobSpec, num_devices: int, space: Space, given: Mapping[str, Any]
+) -> Candidates:
+    """Every way to use all devices: legal or not, but no two that mean the same.
+
+    Left out are only twins: ZeRO and bucket choices on one data rank, sequence parallelism on one tensor rank, the
+    order of micro-batches where there is one stage. Keys in `given` keep their value.
+    """
+    rows = [
+        (tensor, context, pipeline, data, *options)
+        for tensor, context, pipeline, data in _sizes(model, num_devices, space, given)
+        for options in _options(model, job, (tensor, context, pipeline, data), space, given)
+    ]
+    schedules = tuple(dict.fromkeys(["1f1b", *space.schedules, str(given.get("schedule", "1f1b"))]))
+    table = np.array(
+        [(*row[:6], schedules.index(row[6]), *row[7:]) for row in rows] or np.empty((0, len(ARRAYS))), dtype=np.int64
+    )
+    columns: dict[str, Any] = dict(zip(ARRAYS, table.T, strict=True))
+    columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
+    extra = {key: given[key] for key in ("bucket_bytes", "stage_layers") if given.get(key) is not None}
+    return Candidates(**columns, schedules=schedules, **extra)
+
+
+def _sizes(
+    model: ModelSpec, num_devices: int, space: Space, given: Mapping[str, Any]
+) -> Iterable[tuple[int, int, int, int]]:
+    tensors = _given(given, "tensor", [t for t in divisors(num_devices) if t <= model.num_heads])
+    contexts = _given(given, "context", [c for c in divisors(num_devices) if c <= space.max_context])
+    pipelines = _given(given, "pipeline", [p for p in divisors(num_devices) if p <= model.num_layers])
+    for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
+        cell = tensor * context * pipeline
+        if num_devices % cell == 0 or "data" in given:
+            yield tensor, context, pipeline, int(given.get("data", num_devices // cell))
+
+
+def _options(
+    model: ModelSpec, job: JobSpec, sizes: tuple[int, int, int, int], space: Space, given: Mapping[str, Any]
+) -> Iterable[tuple[Any, ...]]:
+    tensor, context, pipeline, data = sizes
+    per_rank = max(1, job.global_batch // data)
+    schedules = [(name, v) for name in space.schedules for v in _chunks(model, name, pipeline)]
+    if pipeline == 1:
+        schedules = [("1f1b", 1)]
+    if "schedule" in given or "virtual_stages" in given:
+        wanted = given.get("virtual_stages"), given.get("schedule")
+        schedules = [s for s in schedules if wanted[0] in (None, s[1]) and wanted[1] in (None, s[0])]
+        schedules = schedules or [(str(wanted[1] or "1f1b"), int(wanted[0] or 1))]
+    zeros = _given(given, "zero", space.zero if data * context > 1 else (0,))
+    parallel = _given(given, "sequence_parallel", space.sequence_parallel if tensor > 1 else (False,))
+    recomputes = [RECOMPUTES.index(r) for r in _given(given, "recompute", space.recompute)]
+    for micro_batch in _given(given, "micro_batch", divisors(per_rank)):
+        for (name, chunks_), zero, sequence, recompute in itertools.product(schedules, zeros, parallel, recomputes):
+            yield chunks_, micro_batch, name, zero, sequence, recompute
+
+
+def _chunks(model: ModelSpec, name: str, pipeline: int) -> list[int]:
+    """Virtual stages that the schedule can have; more than one must give every chunk as many layers."""
+    fewest, most = SCHEDULES[name].virtual_stages
+    most = min(most, model.num_layers // pipeline)
+    return [v for v in range(fewest, most + 1) if v == 1 or model.num_layers % (pipeline * v) == 0]
+
+
+def _given(given: Mapping[str, Any], key: str, values: Iterable[Any]) -> list[Any]:
+    return [given[key]] if given.get(key) is not None else list(values)

@@ -1,0 +1,86 @@
+"""Seconds of operations on one device: matrix products by shape, attention kernels, memory-bound passes, the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from phalanx.errors import SpecError
+from phalanx.plan.operations import Operation
+from phalanx.planner.engine import Engine
+from phalanx.spec.cluster import Device
+
+Seconds: TypeAlias = Any
+
+# Smaller tiles fill the last wave better but read more per FLOP: (share of the tile's rows, of its columns, speed).
+# Speeds after CUTLASS's own profiler tables; a library picks the best of them per shape.
+SMALLER_TILES = ((1.0, 1.0, 1.0), (1.0, 0.5, 0.95), (0.5, 0.5, 0.8))
+
+# fp16 runs at bf16's rate on every device that has both.
+ALIASES = {"fp16": "bf16"}
+
+
+def peak_flops(device: Device, precision: str) -> float:
+    """Dense peak of `device` at `precision`; raises SpecError where it is not stated."""
+    for name in (precision, ALIASES.get(precision, precision)):
+        if name in device.flops_per_s:
+            return device.flops_per_s[name]
+    raise SpecError(
+        f"device {device.name} states no FLOP/s for precision {precision}",
+        instead=f"one of {', '.join(device.flops_per_s)}, or add flops_per_s.{precision} to the cluster",
+    )
+
+
+def wave_quantisation(operation: Operation, device: Device) -> Any:
+    """FLOPs really spent / FLOPs asked for, at least 1: tiles that overhang, and the last wave that is not full.
+
+    A product's tiles run on `num_cores` cores in waves (NVIDIA, Matrix Multiplication Background User's Guide, "Wave
+    Quantization"). Best over tile sizes, each by its speed.
+    """
+    rows, columns = device.matmul_tile
+    if rows * columns == 1:
+        return 1.0
+    best: Any = np.inf
+    for row_share, column_share, speed in SMALLER_TILES:
+        tile_m, tile_n = int(rows * row_share), int(columns * column_share)
+        for a, b in {(tile_m, tile_n), (tile_n, tile_m)}:
+            tiles = -(-operation.m // a) * -(-operation.n // b) * operation.batch
+            per_core = -(-tiles // device.num_cores) * device.num_cores * (a * b)
+            best = np.minimum(best, per_core / (operation.batch * operation.m * operation.n * speed))
+    return best
+
+
+def operation_s(
+    operation: Operation, device: Device, peak: float, engine: Engine, *, backward: bool = False
+) -> Seconds:
+    """Seconds of one operation: the slower of arithmetic and memory, and at least a kernel's start (roofline)."""
+    memory_s = operation.bytes / (device.memory_bytes_per_s * device.memory_efficiency)
+    if operation.kind == "elementwise":
+        return operation.count * np.maximum(memory_s * engine.elementwise_passes, device.kernel_s)
+    if operation.kind == "attention":
+        rate = peak * device.attention_efficiency[backward] * engine.matmul_factor
+        return np.maximum(operation.flops / rate, memory_s) + device.kernel_s
+    depth = operation.k / (operation.k + device.matmul_half_depth)
+    rate = peak * device.matmul_efficiency * engine.matmul_factor * depth
+    arithmetic_s = operation.flops * wave_quantisation(operation, device) / rate
+    return operation.count * (np.maximum(arithmetic_s, memory_s) + device.kernel_s)
+
+
+def total_s(
+    operations: Iterable[Operation], device: Device, precision: str, engine: Engine, *, backward: bool = False
+) -> Seconds:
+    """Seconds of operations one after another."""
+    peak = peak_flops(device, precision)
+    seconds: Seconds = 0.0
+    for operation in operations:
+        seconds = seconds + operation_s(operation, device, peak, engine, backward=backward)
+    return seconds
+
+
+def optimizer_s(num_parameters: Any, state_bytes: float, device: Device) -> Seconds:
+    """AdamW over `num_parameters` elements of which gradient, master and moments are read and written once, and the
+    norm reads the gradient once more: bytes over bandwidth."""
+    moved = num_parameters * (2.0 * state_bytes + 4.0)
+    return moved / (device.memory_bytes_per_s * device.memory_efficiency)

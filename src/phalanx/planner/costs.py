@@ -1,0 +1,184 @@
+"""Costs: seconds of each part of a step for many layouts at once: a layer, the embedding, the head, messages, the tail.
+
+Everything here is per rank and micro-batch unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from phalanx.plan import operations
+from phalanx.plan.operations import Block, Cut
+from phalanx.planner import compute, memory, network
+from phalanx.planner.candidates import Array, Candidates
+from phalanx.planner.engine import Engine
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of an activation: matrix products in fp8 still read and write 16-bit tensors between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Seconds of one block's forward or backward: arithmetic and memory, waiting for the tensor axis, and what of it is
+    the repeated forward. `total_s` is at least what the host needs to issue it."""
+
+    compute_s: Any
+    tensor_s: Any
+    recompute_s: Any
+    total_s: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Forward and backward of a layer, the embedding and the head; bytes kept per layer and while recomputing; bytes
+    between stages; tokens and vocabulary rows whose logits exist at a time. Arrays, one entry per layout."""
+
+    layer_forward: Pass
+    layer_backward: Pass
+    layer_weight_s: Any
+    embedding_forward: Pass
+    embedding_backward: Pass
+    head_forward: Pass
+    head_backward: Pass
+    kept_bytes: Any
+    working_bytes: Any
+    boundary_bytes: Any
+    logits: Any
+
+    def take(self, index: Array) -> Costs:
+        """The layouts at `index`."""
+        return cast(Costs, _take(self, index))
+
+
+def _take(value: Any, index: Array) -> Any:
+    if isinstance(value, np.ndarray):
+        return value[index] if value.ndim else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{field.name: _take(getattr(value, field.name), index) for field in fields(value)})
+    return value
+
+
+def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
+    """Price one micro-batch under every layout.
+
+    Depends on the tensor and context axes, micro-batch, sequence parallelism and recompute only, so each combination is
+    priced once.
+    """
+    columns = (layouts.tensor, layouts.context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute)
+    _, first, inverse = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+    return _priced(model, job, cluster, engine, layouts.take(first)).take(inverse.reshape(-1))
+
+
+def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
+    cut = operations.cut(model, job.seq_len, layouts, ELEMENT_BYTES[job.precision])
+    layer = operations.layer(model, cut, engine.kernels)
+    places = network.placements(cluster, layouts)
+    price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
+    forward, backward = price.layer(layer, places["context"])
+    embedding = operations.embedding(model, cut)
+    head = operations.head(model, cut, engine.kernels)
+    rows = np.minimum(cut.tokens, engine.head_rows) if engine.head_rows else cut.tokens
+    kept, working = memory.kept_bytes(layer, cut, layouts.recompute, engine)
+    return Costs(
+        layer_forward=forward,
+        layer_backward=backward,
+        layer_weight_s=price.seconds(layer.weight_gradient),
+        embedding_forward=price.plain(embedding.forward, price.messages(1, 0)),
+        embedding_backward=price.plain(embedding.input_gradient, price.messages(0, 1)),
+        head_forward=price.plain(head.forward, price.messages(0, 1) + price.loss()),
+        head_backward=price.plain(head.input_gradient + head.weight_gradient, price.messages(1, 0)),
+        kept_bytes=kept,
+        working_bytes=working,
+        boundary_bytes=cut.rows * cut.hidden * cut.element,
+        logits=rows * cut.vocab,
+    )
+
+
+class _Pricer:
+    """What all blocks of one call share."""
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        precision: str,
+        engine: Engine,
+        layouts: Candidates,
+        cut: Cut,
+        tensor: network.Placement,
+    ) -> None:
+        self.cluster, self.device, self.precision, self.engine = cluster, cluster.device, precision, engine
+        self.layouts, self.cut, self.tensor = layouts, cut, tensor
+        payload = cut.tokens * cut.hidden * cut.element
+        self.all_reduce = network.collective_s(cluster, "all_reduce", payload, tensor)
+        self.gather = network.collective_s(cluster, "all_gather", payload, tensor)
+
+    def messages(self, sums: int, gathers: int) -> Any:
+        """Seconds of the tensor axis: `sums` all-reduces, or as many scatters and `gathers` gathers when the sequence
+        is cut; gathers fall away when it is not."""
+        return np.where(self.layouts.sequence_parallel, (sums + gathers) * self.gather, sums * self.all_reduce)
+
+    def loss(self) -> Any:
+        """Maximum, sum and target logit of each token: three values per token, summed over the tensor axis."""
+        size = self.cut.tokens * self.cut.statistic
+        return 3 * network.collective_s(self.cluster, "all_reduce", size, self.tensor)
+
+    def seconds(self, work: tuple[operations.Operation, ...], *, backward: bool = False) -> Any:
+        return compute.total_s(work, self.device, self.precision, self.engine, backward=backward)
+
+    def plain(self, work: tuple[operations.Operation, ...], tensor_s: Any) -> Pass:
+        compute_s = self.seconds(work)
+        total_s = compute_s + tensor_s
+        return Pass(compute_s=compute_s, tensor_s=tensor_s, recompute_s=0.0 * total_s, total_s=total_s)
+
+    def layer(self, block: Block, context: network.Placement) -> tuple[Pass, Pass]:
+        """Forward and backward of one layer; recompute belongs to backward."""
+        exposed = 1.0 - self.engine.tensor_overlap
+        host = self.engine.host_layer_s
+        forward_s = self.seconds(block.forward)
+        core_s = self.seconds(tuple(op for op in block.forward if op.core))
+        backward_s = self.seconds(block.input_gradient, backward=True) + self.seconds(block.weight_gradient)
+        ring_f, ring_b = self._ring(block, context)
+        forward_tensor = self.messages(2, 2) * exposed + ring_f
+        again = 0 if self.engine.kernels.keep_gathered else 2
+        hidden = np.where(self.layouts.sequence_parallel, self._behind(block, again * self.gather), 0.0)
+        backward_tensor = self.messages(2, 2) * exposed + hidden + ring_b
+        recompute = self.layouts.recompute
+        full, selective = recompute == memory.FULL, recompute == memory.SELECTIVE
+        repeated = np.where(full, forward_s, np.where(selective, core_s, 0.0))
+        repeated_tensor = np.where(full, forward_tensor, 0.0)
+        forward = Pass(
+            compute_s=forward_s,
+            tensor_s=forward_tensor,
+            recompute_s=0.0 * forward_s,
+            total_s=np.maximum(forward_s + forward_tensor, host),
+        )
+        backward_total = np.maximum(backward_s + backward_tensor, host * self.engine.host_backward)
+        repeated_total = np.where(full, np.maximum(repeated + repeated_tensor, host), repeated)
+        backward = Pass(
+            compute_s=backward_s,
+            tensor_s=backward_tensor,
+            recompute_s=repeated_total,
+            total_s=backward_total + repeated_total,
+        )
+        return forward, backward
+
+    def _behind(self, block: Block, message_s: Any) -> Any:
+        """What is left of a message that runs beside the input gradients of the two cut linear layers."""
+        names = ("qkv input gradient", "up input gradient")
+        beside = self.seconds(tuple(op for op in block.input_gradient if op.name in names))
+        return np.maximum(0.0, message_s - beside)
+
+    def _ring(self, block: Block, context: network.Placement) -> tuple[Any, Any]:
+        """Ring attention: keys and values go round while the core works; what the core does not hide is exposed."""
+        size = np.maximum(1, context.size)
+        payload = 2 * self.cut.tokens * self.cut.kv * self.cut.element
+        round_s = (size - 1) * network.point_to_point_s(self.cluster, payload, context)
+        forward = self.seconds(tuple(op for op in block.forward if op.kind == "attention"))
+        backward = self.seconds(tuple(op for op in block.input_gradient if op.kind == "attention"), backward=True)
+        return np.maximum(0.0, round_s - forward), np.maximum(0.0, 2 * round_s - backward)

@@ -1,0 +1,75 @@
+"""The data axis and what ends a step: gradients reduced, parameters gathered, the optimizer.
+
+Arrays, one entry per layout and pipeline coordinate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.planner import compute, network
+from phalanx.planner.candidates import Array, Candidates
+from phalanx.planner.engine import Engine
+from phalanx.spec.cluster import ClusterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """Seconds per step besides the pipeline: messages of the data axis, what of them nothing hides, the optimizer."""
+
+    data_s: Array
+    exposed_s: Array
+    optimizer_s: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathers:
+    """ZeRO 3, per layer and micro-batch: seconds of gathering before forward, and of gathering and scattering around
+    backward; zero below stage 3."""
+
+    forward_s: Array
+    backward_s: Array
+
+
+def gathers(
+    cluster: ClusterSpec, engine: Engine, precision: str, layouts: Candidates, place: network.Placement, layer: Any
+) -> Gathers:
+    """`layer`: elements of one layer on this rank. Layers are gathered whole, one ahead (ZeRO, arXiv 1910.02054)."""
+    parameter = min(2.0, engine.states_for(precision).parameter)
+    forward = network.collective_s(cluster, "all_gather", layer * parameter, place)
+    scatter = network.collective_s(cluster, "reduce_scatter", layer * engine.reduce_bytes, place)
+    third = layouts.zero >= 3
+    return Gathers(forward_s=np.where(third, forward, 0.0), backward_s=np.where(third, forward + scatter, 0.0))
+
+
+def tail(
+    cluster: ClusterSpec,
+    engine: Engine,
+    precision: str,
+    layouts: Candidates,
+    held: Array,
+    num_micro_batches: Array,
+    last_backward_s: Array,
+    first_forward_s: Array,
+) -> Tail:
+    """`held` [layouts, coordinates] elements; `last_backward_s`, `first_forward_s` [layouts, coordinates]: what the
+    reduction, and the gather of new parameters, may hide behind."""
+    shards = network.placements(cluster, layouts)["shards"]
+    place = network.Placement(size=shards.size[:, None], per_node=shards.per_node[:, None])
+    states, zero = engine.states_for(precision), layouts.zero[:, None]
+    reduced = held * engine.reduce_bytes
+    whole = network.collective_s(cluster, "all_reduce", reduced, place)
+    scatter = network.collective_s(cluster, "reduce_scatter", reduced, place)
+    gather = network.collective_s(cluster, "all_gather", held * min(states.parameter, 4.0), place)
+    rounds = np.where(zero == 2, num_micro_batches[:, None], 1)
+    reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0))
+    gather_s = np.where((zero == 1) | (zero == 2), gather, 0.0)
+    window = engine.data_overlap * last_backward_s * rounds
+    exposed = np.maximum(0.0, reduce_s - window)
+    exposed = exposed + np.maximum(0.0, gather_s - engine.gather_overlap * first_forward_s)
+    share = np.where(zero >= 1, layouts.data[:, None] * layouts.context[:, None], 1)
+    optimizer = compute.optimizer_s(held / share, states.optimizer, cluster.device)
+    return Tail(data_s=reduce_s + gather_s, exposed_s=exposed, optimizer_s=optimizer)

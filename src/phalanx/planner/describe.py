@@ -1,0 +1,91 @@
+"""Describe: numbers of one layout out of the arrays, and the words for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.plan import Prediction
+from phalanx.planner.candidates import ARRAYS, RECOMPUTES, Array, Candidates
+from phalanx.planner.costs import Pass
+from phalanx.planner.engine import Engine
+from phalanx.planner.estimate import Group
+from phalanx.spec.job import JobSpec
+from phalanx.units import format_bytes
+
+
+def prediction(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: float) -> Prediction:
+    """The Prediction of layout `index` of `group`; `pipeline_s` seconds of the pipeline, before the engine's factor."""
+    step_s = engine.factor * (pipeline_s + float(group.tail_s[index]))
+    num_stages = group.held.shape[1]
+    memory = tuple(
+        {kind: int(np.broadcast_to(values, group.held.shape)[index, stage]) for kind, values in group.memory.items()}
+        for stage in range(num_stages)
+    )
+    return Prediction(
+        memory_bytes=memory,
+        step_s=step_s,
+        step_s_by_kind=by_kind(job, engine, group, index, pipeline_s),
+        assumptions=assumptions(engine),
+    )
+
+
+def assumptions(engine: Engine) -> tuple[str, ...]:
+    """What a prediction rests on."""
+    return (
+        f"engine {engine.name}: {engine.source}",
+        "no other load on devices or network; clocks as in the device's measured efficiencies",
+        "data loading, checkpoints and the first steps are not counted",
+    )
+
+
+def by_kind(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: float) -> dict[str, float]:
+    """Seconds of a step by kind, on the pipeline coordinate with most work; "pipeline" is its waiting."""
+    micro_batches = int(group.layouts.num_micro_batches(job.global_batch)[index])
+    work = (group.times.forward_s[index] + group.times.backward_s[index])[group.places].sum(0) * micro_batches
+    at = int(np.argmax(work))
+    weights = {"layer": float(group.layers.sum(0)[at]), "embedding": float((group.places[:, at] == 0).any())}
+    weights["head"] = float((group.places[:, at] == group.places.max()).any())
+    kinds = dict.fromkeys(("compute", "recompute", "tensor"), 0.0)
+    for block, weight in weights.items():
+        for direction in ("forward", "backward"):
+            part: Pass = getattr(group.costs, f"{block}_{direction}")
+            for kind in kinds:
+                kinds[kind] += weight * micro_batches * _at(getattr(part, f"{kind}_s"), index)
+    kinds["host and gathers"] = max(0.0, float(work[at]) - sum(kinds.values()))
+    kinds["pipeline"] = pipeline_s - float(work[at])
+    tail = float(group.tail_s[index])
+    kinds["data"] = min(tail, _at(group.tail.exposed_s[:, at], index))
+    kinds["optimizer"] = tail - kinds["data"]
+    return {kind: engine.factor * seconds for kind, seconds in kinds.items()}
+
+
+def _at(values: Any, index: int) -> float:
+    return float(values[index]) if np.ndim(values) else float(values)
+
+
+def memory_sum(group: Group, index: int, limit: int) -> str:
+    """As `stage 0 needs 93.1 GiB of 80.0 GiB: 41.2 optimizer, 33.0 …`."""
+    stage = int(np.argmax(group.memory_bytes[index]))
+    parts = {kind: float(np.broadcast_to(v, group.held.shape)[index, stage]) for kind, v in group.memory.items()}
+    listed = sorted(((size, kind) for kind, size in parts.items() if size > 0), reverse=True)
+    words = ", ".join(f"{format_bytes(size)} {kind}" for size, kind in listed)
+    return f"stage {stage} needs {format_bytes(sum(parts.values()))} of {format_bytes(limit)}: {words}"
+
+
+def nearest_change(layouts: Candidates, row: int, fitting: Array, step_s: Array) -> str:
+    """The fitting layout that differs in the fewest options from `row` (the fastest of those), as words."""
+    distance = sum((getattr(layouts, name)[fitting] != getattr(layouts, name)[row]).astype(int) for name in ARRAYS)
+    nearest = int(fitting[np.lexsort((step_s[fitting], np.asarray(distance)))[0]])
+    changed = [name for name in ARRAYS if getattr(layouts, name)[nearest] != getattr(layouts, name)[row]]
+    return ", ".join(f"{name} = {_value(layouts, name, nearest)}" for name in changed)
+
+
+def _value(layouts: Candidates, name: str, row: int) -> str:
+    value = int(getattr(layouts, name)[row])
+    if name == "schedule":
+        return layouts.schedules[value]
+    if name == "recompute":
+        return RECOMPUTES[value]
+    return str(bool(value)).lower() if name == "sequence_parallel" else str(value)

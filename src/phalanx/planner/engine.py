@@ -1,0 +1,143 @@
+"""Engine: what differs between training systems on the same machine. Read from profiles.toml, each with its source."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from phalanx.errors import SpecError
+from phalanx.plan.layout import Layout
+from phalanx.plan.legality import engine_problems
+from phalanx.plan.operations import Kernels
+from phalanx.plan.schedule import SCHEDULES
+from phalanx.planner.candidates import RECOMPUTES, Space
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes per parameter held: the parameter in compute precision, its gradient, and what the optimizer keeps."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One training system.
+
+    Time: `factor` multiplies the whole step (the one number that may be fitted to an engine's published runs);
+    `matmul_factor` scales the device's matrix efficiency (clocks and power under sustained load);
+    `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels;
+    `host_layer_s` is what the host needs to issue one layer's forward (backward takes `host_backward` times that),
+    `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides. `tensor_overlap` is the share
+    of tensor-axis messages hidden behind compute; `blocking_transfers` the share of transfers between stages that
+    compute waits for, `scatter_boundary` whether only 1 / tensor of an activation is sent and gathered again inside the
+    node; `data_overlap` the share of the last backward in which gradient messages may hide, `gather_overlap` that of
+    the first forward for new parameters; `reduce_bytes` per gradient element sent.
+
+    Memory: `states` by precision; `head_rows` tokens whose logits exist at a time (0: all), `loss_bytes` bytes per
+    logit at the peak; `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to
+    allocated.
+    """
+
+    name: str
+    source: str
+    kernels: Kernels = field(default_factory=Kernels)
+    space: Space = field(default_factory=Space)
+    balance: Literal["cost", "layers", "blocks"] = "layers"
+    factor: float = 1.0
+    matmul_factor: float = 1.0
+    elementwise_passes: float = 1.0
+    host_layer_s: float = 0.0
+    host_backward: float = 1.0
+    host_micro_batch_s: float = 0.0
+    host_step_s: float = 0.0
+    tensor_overlap: float = 0.0
+    blocking_transfers: float = 0.0
+    scatter_boundary: bool = False
+    data_overlap: float = 0.0
+    gather_overlap: float = 0.0
+    reduce_bytes: float = 4.0
+    states: dict[str, States] = field(default_factory=dict)
+    head_rows: int = 0
+    loss_bytes: float = 8.0
+    context_bytes: int = 0
+    fragmentation: float = 1.0
+
+    def states_for(self, precision: str) -> States:
+        """The recipe for `precision`; raises SpecError where the engine has none."""
+        if precision not in self.states:
+            raise SpecError(f"engine {self.name} has no recipe for precision {precision}: {sorted(self.states)}")
+        return self.states[precision]
+
+
+@cache
+def profiles() -> dict[str, Engine]:
+    """All engines of profiles.toml, by name."""
+    text = resources.files("phalanx.planner").joinpath("profiles.toml").read_text()
+    table = tomllib.loads(text)
+    engines = {name: _engine(name, table) for name in table["engine"]}
+    engines["phalanx"] = replace(engines["phalanx"], space=_runnable())
+    return engines
+
+
+def _runnable() -> Space:
+    """What this trainer can run, asked of the one door that knows."""
+
+    def runs(**options: Any) -> bool:
+        return not engine_problems(Layout(**options))
+
+    return Space(
+        schedules=tuple(
+            name for name, family in SCHEDULES.items() if runs(schedule=name, virtual_stages=family.virtual_stages[0])
+        ),
+        zero=tuple(stage for stage in range(4) if runs(zero=stage)),
+        recompute=tuple(kind for kind in RECOMPUTES if runs(recompute=kind)),
+        max_context=2**20 if runs(context=2) else 1,
+    )
+
+
+def engine(name: str = "phalanx") -> Engine:
+    """One engine by name; raises SpecError with the known ones."""
+    known = profiles()
+    if name not in known:
+        raise SpecError(f"unknown engine {name!r}", instead=f"one of {', '.join(sorted(known))}")
+    return known[name]
+
+
+def _engine(name: str, table: dict[str, Any]) -> Engine:
+    """One entry; `states = "megatron"` names a recipe, `like = "other"` starts from another engine."""
+    merged: dict[str, Any] = {}
+    for base in _ancestry(name, table["engine"]):
+        merged |= {key: value for key, value in table["engine"][base].items() if key != "like"}
+    recipes = table["states"][merged.pop("states")]
+    space: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in merged.pop("space", {}).items()
+    }
+    return Engine(
+        name=name,
+        kernels=Kernels(**merged.pop("kernels", {})),
+        space=Space(**space),
+        states={precision: States(**recipe) for precision, recipe in recipes.items()},
+        context_bytes=int(merged.pop("context_gib", 0.0) * GIB),
+        **merged,
+    )
+
+
+def _ancestry(name: str, engines: dict[str, Any]) -> list[str]:
+    """`name` and what it starts from, oldest first."""
+    chain = [name]
+    while "like" in engines[chain[0]]:
+        chain.insert(0, engines[chain[0]]["like"])
+    return chain

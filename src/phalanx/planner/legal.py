@@ -1,0 +1,43 @@
+"""The rules of `plan.legality`, for many layouts at once; a test holds both equal. Users hear legality's own words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.plan.legality import allowed_tensor_sizes
+from phalanx.plan.schedule import SCHEDULES
+from phalanx.planner.candidates import Array, Candidates
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+
+def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candidates) -> dict[str, Array]:
+    """For each rule, which layouts break it."""
+    tensor, context = layouts.tensor, layouts.context
+    ranks = tensor * context * layouts.pipeline * layouts.data
+    per_node = cluster.devices_per_node
+    cut = context * np.where(layouts.sequence_parallel, tensor, 1)
+    fewest, most = _virtual_stages(layouts)
+    stages = layouts.num_stages
+    layers = layouts.stage_layers
+    uneven = stages > model.num_layers if layers is None else stages != len(layers)
+    too_long = model.positions == "learned" and job.seq_len > model.max_seq_len
+    return {
+        "tensor does not divide heads, feed-forward or vocabulary": ~np.isin(tensor, allowed_tensor_sizes(model)),
+        "tensor group does not stay inside a node": (tensor > per_node)
+        | ((per_node % tensor > 0) & (ranks > per_node)),
+        "context × tensor does not divide the sequence": (job.seq_len % cut > 0) | too_long,
+        "more stages than layers": uneven,
+        "virtual stages that the schedule does not run": (layouts.virtual_stages < fewest)
+        | (layouts.virtual_stages > most),
+        "micro-batch × data does not divide the global batch": job.global_batch % (layouts.micro_batch * layouts.data)
+        > 0,
+        "more ranks than devices": ranks > cluster.num_devices,
+    }
+
+
+def _virtual_stages(layouts: Candidates) -> tuple[Array, Array]:
+    bounds = [SCHEDULES[name].virtual_stages if name in SCHEDULES else (1, 0) for name in layouts.schedules]
+    fewest, most = np.array(bounds).T[:, layouts.schedule]
+    return fewest, most

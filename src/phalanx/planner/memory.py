@@ -1,0 +1,140 @@
+"""Bytes per rank by kind, for every pipeline coordinate of many layouts at once.
+
+Element counts equal Shards to the last padded element (tests hold them equal); activation bytes come from Operations,
+the micro-batches in flight from what each schedule holds (formulas.md, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from phalanx.plan.operations import Block, Cut
+from phalanx.plan.schedule import SCHEDULES
+from phalanx.plan.shards import ALIGNMENT, VOCAB_MULTIPLE
+from phalanx.planner.candidates import RECOMPUTES, Array, Candidates
+from phalanx.planner.engine import Engine
+from phalanx.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from phalanx.planner.costs import Costs
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "overhead")
+
+FULL, SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Elements that one rank's buffers hold, padding included: of a layer, of the embedding, of the head."""
+
+    layer: Any
+    embedding: Any
+    head: Any
+
+
+def _padded(part: Any, data: Any) -> Any:
+    multiple = data * ALIGNMENT
+    return -(-part // multiple) * multiple
+
+
+def elements(model: ModelSpec, layout: Any) -> Elements:
+    """What `plan.shards.stage_buffers` lays out, counted: each part padded to a multiple of data × ALIGNMENT."""
+    tensor, data, h = np.asarray(layout.tensor), layout.data, model.hidden
+    q, f = model.q_rows // tensor, model.ffn // tensor
+    copied = tensor > model.num_kv_heads
+    kv = np.where(copied, model.head_dim, model.kv_rows // tensor)
+    ups = 2 if model.gated else 1
+    own_kv, copied_kv = np.where(copied, 0, 2 * kv), np.where(copied, 2 * kv, 0)
+    norms = model.num_norm_parameters
+    up_bias = ups * f if model.bias else 0 * f
+    parts = (
+        2 * q * h + own_kv * h + (ups + 1) * f * h,
+        copied_kv * h,
+        (q + own_kv if model.qkv_bias else 0 * q) + up_bias,
+        2 * norms + (2 * h if model.bias else 0),
+        copied_kv if model.qkv_bias else 0 * q,
+    )
+    rows = -(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE
+    positions = model.max_seq_len * h if model.positions == "learned" else 0
+    own_head = rows * h if not model.tied else np.where(np.asarray(layout.pipeline) > 1, rows * h, 0)
+    return Elements(
+        layer=sum(_padded(part, data) for part in parts),
+        embedding=_padded(rows * h, data) + _padded(positions, data),
+        head=_padded(norms, data) + _padded(own_head, data),
+    )
+
+
+def in_flight(name: str, pipeline: int, virtual_stages: int, num_micro_batches: Array) -> Array:
+    """The most micro-batches that each coordinate holds, in units of one chunk: [layouts, coordinates].
+
+    The schedule's own stated bound, which its checker holds it to.
+    """
+    different, inverse = np.unique(num_micro_batches, return_inverse=True)
+    peak = SCHEDULES[name].peak_live
+    table = [[peak(pipeline, virtual_stages, int(m), at) for at in range(pipeline)] for m in different]
+    return np.array(table)[inverse]
+
+
+def kept_bytes(block: Block, cut: Cut, recompute: Array, engine: Engine) -> tuple[Any, Any]:
+    """Per layer and micro-batch: bytes kept from forward to backward, and the working set while recomputing."""
+    everything = block.kept_bytes * (1.0 + engine.kernels.extra_kept)
+    core = sum(kept.bytes for kept in block.kept if kept.core)
+    checkpoint = cut.rows * cut.hidden * cut.element
+    kept = np.where(recompute == FULL, checkpoint, np.where(recompute == SELECTIVE, everything - core, everything))
+    working = np.where(recompute == FULL, everything, np.where(recompute == SELECTIVE, core, 0))
+    return kept, working
+
+
+def memory(
+    engine: Engine,
+    precision: str,
+    layouts: Candidates,
+    held: Array,
+    costs: Costs,
+    layers: Array,
+    num_micro_batches: Array,
+    ends: tuple[int, int],
+) -> dict[str, Array]:
+    """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size, schedule and virtual stages.
+
+    `held` [layouts, coordinates]: elements of parameters; `layers` [chunks, coordinates]: layers of each chunk;
+    `ends`: coordinates that hold the first and the last stage.
+    """
+    pipeline = layers.shape[1]
+    last = np.arange(pipeline) == ends[1]
+    states = engine.states_for(precision)
+    shards, zero = _column(layouts.data * layouts.context), _column(layouts.zero)
+    name = layouts.schedules[int(layouts.schedule[0])]
+    flight = in_flight(name, pipeline, len(layers), num_micro_batches)
+    chunk = layers.max(0)
+    boundary = _column(costs.boundary_bytes)
+    unit = held / np.maximum(1, layers.sum(0))
+    by_kind = {
+        "parameters": held * states.parameter / np.where(zero >= 3, shards, 1),
+        "gradients": held * states.gradient / np.where(zero >= 2, shards, 1),
+        "optimizer": held * states.optimizer / np.where(zero >= 1, shards, 1),
+        "activations": flight * chunk * _column(costs.kept_bytes) + _column(costs.working_bytes),
+        "logits": last * (_column(costs.logits) * engine.loss_bytes + 2 * boundary),
+        "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
+        "buffers": (4 * boundary if pipeline > 1 else 0) + np.where(shards > 1, 2.0 * layouts.bucket_bytes, 0.0),
+    }
+    allocated = sum(by_kind.values())
+    by_kind["overhead"] = allocated * (engine.fragmentation - 1.0) + engine.context_bytes
+    return by_kind
+
+
+def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tuple[int, int]) -> Array:
+    """Elements of parameters on each coordinate, [layouts, coordinates]; `ends` hold the embedding and the head."""
+    pipeline = layers.shape[1]
+    first, last = np.arange(pipeline) == ends[0], np.arange(pipeline) == ends[1]
+    count = elements(model, layouts)
+    parts = layers.sum(0) * _column(count.layer) + first * _column(count.embedding) + last * _column(count.head)
+    return np.asarray(parts)
+
+
+def _column(values: Any) -> Any:
+    """[layouts] as [layouts, 1], so that it meets [coordinates]."""
+    return np.asarray(values)[..., None]

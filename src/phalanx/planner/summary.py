@@ -1,0 +1,85 @@
+"""Summary: what a Plan means in the units that people compare: tokens/s, FLOP/s, days, shares of a step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.plan.plan import Plan
+from phalanx.planner.compute import peak_flops
+from phalanx.planner.search import Search
+
+COMMUNICATION = ("tensor", "data")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One line of the ranked table. MFU counts model FLOPs with the full attention core, without recompute."""
+
+    layout: str
+    step_s: float
+    tokens_per_s: float
+    flops_per_s_per_device: float
+    mfu: float
+    memory_bytes: int
+    fullest_stage: int
+    communication: float
+    bubble: float
+    days: float
+    device_hours: float
+
+
+def summary(plan: Plan) -> Summary:
+    """The line of one plan that has a Prediction."""
+    assert plan.prediction is not None, "a plan without prediction has no summary"
+    predicted, job, devices = plan.prediction, plan.job, plan.layout.num_ranks
+    flops = plan.model.flops_per_token(job.seq_len) * job.tokens_per_step / (predicted.step_s * devices)
+    stages = [sum(stage.values()) for stage in predicted.memory_bytes]
+    kinds = predicted.step_s_by_kind
+    run_s = predicted.step_s * job.num_steps
+    return Summary(
+        layout=str(plan.layout),
+        step_s=predicted.step_s,
+        tokens_per_s=job.tokens_per_step / predicted.step_s,
+        flops_per_s_per_device=flops,
+        mfu=flops / peak_flops(plan.cluster.device, job.precision),
+        memory_bytes=max(stages),
+        fullest_stage=stages.index(max(stages)),
+        communication=sum(kinds[kind] for kind in COMMUNICATION) / predicted.step_s,
+        bubble=kinds["pipeline"] / predicted.step_s,
+        days=run_s / 86400,
+        device_hours=run_s * devices / 3600,
+    )
+
+
+def as_json(found: Search) -> dict[str, Any]:
+    """Everything that a search found, as plain values; keys are stable."""
+    return {
+        "engine": found.engine,
+        "num_layouts": found.num_layouts,
+        "num_fitting": found.num_fitting,
+        "num_replayed": found.num_replayed,
+        "plans": [_plan(plan) for plan in found.plans],
+        "rejected": [
+            {
+                "reason": r.reason,
+                "count": r.count,
+                "example": asdict(r.example),
+                "detail": r.detail,
+                "instead": r.instead,
+            }
+            for r in found.rejected
+        ],
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    assert plan.prediction is not None
+    predicted = plan.prediction
+    return {
+        "layout": asdict(plan.layout),
+        **{key: value for key, value in asdict(summary(plan)).items() if key != "layout"},
+        "step_s_by_kind": dict(predicted.step_s_by_kind),
+        "memory_bytes_by_stage": [dict(stage) for stage in predicted.memory_bytes],
+        "assumptions": list(predicted.assumptions),
+    }

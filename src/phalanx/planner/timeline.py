@@ -1,0 +1,130 @@
+"""Timeline: from seconds per block to seconds per step.
+
+Two ways to the same pipeline time. `bound` is arithmetic over arrays: what no order of work can beat. `replay` walks
+the layout's own Schedule. The search ranks by the bound and replays until no unplayed layout can still win.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.schedule import Action, Transfer, placement, schedule
+from phalanx.plan.walk import Walk, walk
+from phalanx.planner.candidates import Array
+from phalanx.planner.costs import Costs
+from phalanx.planner.data_axis import Gathers
+from phalanx.planner.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch on each stage, [layouts, stages]: forward, backward, and of backward the weight
+    gradient; of a transfer to the next stage, [layouts]."""
+
+    forward_s: Array
+    backward_s: Array
+    weight_s: Array
+    transfer_s: Array
+
+
+def stage_times(costs: Costs, layers: Array, gathers: Gathers, transfer_s: Array, engine: Engine) -> StageTimes:
+    """`layers`: how many layers each stage holds, [stages]; the embedding is on the first, the head on the last.
+
+    A layer whose parameters are gathered one ahead takes at least as long as the messages beside it. Where the engine
+    waits for its transfers, sender and receiver lose their time.
+    """
+    first, last = np.zeros(len(layers)), np.zeros(len(layers))
+    first[0], last[-1] = 1, 1
+
+    def stage(layer: Any, embedding: Any, head: Any) -> Array:
+        parts = np.asarray(layer)[:, None] * layers + np.asarray(embedding)[:, None] * first
+        return np.asarray(parts + np.asarray(head)[:, None] * last)
+
+    layer_forward = np.maximum(costs.layer_forward.total_s, gathers.forward_s)
+    layer_backward = np.maximum(costs.layer_backward.total_s, gathers.backward_s)
+    forward = stage(layer_forward, costs.embedding_forward.total_s, costs.head_forward.total_s)
+    backward = stage(layer_backward, costs.embedding_backward.total_s, costs.head_backward.total_s)
+    weight = stage(costs.layer_weight_s, costs.embedding_backward.total_s, 0.0 * transfer_s)
+    waits = engine.blocking_transfers * np.asarray(transfer_s)[:, None] if len(layers) > 1 else 0.0
+    return StageTimes(
+        forward_s=forward + engine.host_micro_batch_s + waits * (1.0 - last),
+        backward_s=backward + waits * (1.0 - first),
+        weight_s=weight,
+        transfer_s=np.asarray(transfer_s) * (1.0 - engine.blocking_transfers),
+    )
+
+
+def stage_places(name: str, pipeline: int, virtual_stages: int) -> Array:
+    """Which stage is chunk v of coordinate p: [chunks, coordinates]."""
+    places = np.empty((virtual_stages, pipeline), dtype=int)
+    for stage, (coordinate, chunk) in enumerate(placement(name, pipeline, virtual_stages)):
+        places[chunk, coordinate] = stage
+    return places
+
+
+def bound(name: str, times: StageTimes, places: Array, num_micro_batches: Array) -> Array:
+    """Seconds that a pipeline takes at least, whatever the order of work within its rules. Largest of:
+
+    each coordinate: work comes to it through all stages before its first, all its own work, and the way back from its
+    first stage (where backward is not split: a weight gradient put off may come last); the first micro-batch there and
+    back; and, under 1F1B, where no coordinate holds more micro-batches than there are stages behind it, as many round
+    trips from it as follow one another.
+    """
+    hops = _hops(places)
+    transfer = times.transfer_s[:, None]
+    both = times.forward_s + times.backward_s
+    split = name in SPLIT_BACKWARD
+    way_back = 0.0 * both if split else times.backward_s
+    passed = times.forward_s + way_back
+    before = (np.cumsum(passed, 1) - passed + (1.0 if split else 2.0) * transfer * hops)[:, places[0]]
+    own = both[:, places].sum(1) * num_micro_batches[:, None]
+    result: Array = (before + own).max(1)
+    deferred = times.weight_s.sum(1) if split else 0.0
+    result = np.maximum(result, both.sum(1) - deferred + 2.0 * hops[-1] * times.transfer_s)
+    if name != "1f1b":
+        return result
+    held = places.shape[1] - np.arange(places.shape[1])
+    after = np.cumsum(both[:, ::-1], 1)[:, ::-1] + 2.0 * (held - 1) * transfer
+    trips = -(-num_micro_batches[:, None] // held)
+    return np.asarray(np.maximum(result, (before + trips * after).max(1)))
+
+
+def _hops(places: Array) -> Array:
+    """For each stage, messages between coordinates on the way to it from the first; a V turns without one."""
+    coordinate = np.argmax((places[None] == np.arange(places.size)[:, None, None]).any(1), axis=1)
+    return np.concatenate(([0], np.cumsum(np.diff(coordinate) != 0)))
+
+
+SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
+
+
+def replay(
+    name: str, times: StageTimes, index: int, pipeline: int, virtual_stages: int, num_micro_batches: int
+) -> Walk:
+    """Walk the named schedule with the times of layout `index`."""
+    backward, weight = times.backward_s[index], times.weight_s[index]
+    seconds = {
+        "forward": times.forward_s[index].tolist(),
+        "backward": backward.tolist(),
+        "input_gradient": (backward - weight).tolist(),
+        "weight_gradient": weight.tolist(),
+    }
+    transfer_s = float(times.transfer_s[index])
+
+    def action_s(stage: int, action: Action) -> float:
+        return float(seconds[action.kind][stage])
+
+    def hop_s(transfer: Transfer) -> float:
+        return transfer_s
+
+    return walk(schedule(name, pipeline, virtual_stages, num_micro_batches), action_s, hop_s)
+
+
+def replay_s(
+    name: str, times: StageTimes, index: int, pipeline: int, virtual_stages: int, num_micro_batches: int
+) -> float:
+    """Seconds from the first forward to the last backward, transfers included."""
+    return replay(name, times, index, pipeline, virtual_stages, num_micro_batches).step_s

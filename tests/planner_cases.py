@@ -1,0 +1,42 @@
+"""A toy machine, job and two models whose sizes divide by few numbers, for the planner's tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.spec.cluster import ClusterSpec, Device, Link
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+LINK = Link(name="link", latency_s=2e-6, bytes_per_s=100e9)
+DEVICE = Device(name="toy", memory_bytes=16 * 2**30, memory_bytes_per_s=1e12, flops_per_s={"bf16": 100e12})
+CLUSTER = ClusterSpec(
+    name="toy", num_nodes=4, devices_per_node=8, device=DEVICE, intra_node=LINK, inter_node=replace(LINK, name="net")
+)
+JOB = JobSpec(global_batch=48, seq_len=96, num_steps=1)
+LLAMA = ModelSpec(
+    name="llama",
+    num_layers=7,
+    hidden=96,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn=240,
+    vocab=1000,
+    max_seq_len=96,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rope",
+    tied=False,
+)
+GPT = replace(
+    LLAMA,
+    name="gpt",
+    num_kv_heads=12,
+    norm="layernorm",
+    activation="gelu",
+    positions="learned",
+    tied=True,
+    qkv_bias=True,
+    bias=True,
+)

@@ -1,0 +1,109 @@
+"""The planner's arrays against the one-at-a-time truth of plan: legality, Shards, Schedule, Walk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import CLUSTER, GPT, JOB, LLAMA
+
+from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.legality import problems
+from phalanx.plan.schedule import SCHEDULES, schedule
+from phalanx.plan.shards import rank_buffers
+from phalanx.planner import legal, memory, timeline
+from phalanx.planner.candidates import Candidates, of
+from phalanx.spec.model import ModelSpec
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
+layouts = st.builds(
+    Layout,
+    tensor=sizes,
+    context=st.sampled_from([1, 2, 5]),
+    pipeline=sizes,
+    data=sizes,
+    micro_batch=st.sampled_from([1, 2, 3, 5]),
+    virtual_stages=st.sampled_from([1, 2]),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    zero=st.integers(0, 3),
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+)
+
+
+@given(many=st.lists(layouts, min_size=1, max_size=20), model=st.sampled_from([LLAMA, GPT]))
+@settings(max_examples=200, deadline=None)
+def test_legality_of_arrays_is_that_of_one(many: list[Layout], model: ModelSpec) -> None:
+    broken = np.any(list(legal.illegal(model, JOB, CLUSTER, of(many)).values()), axis=0)
+    assert broken.tolist() == [bool(problems(model, JOB, CLUSTER, layout)) for layout in many]
+
+
+@given(layout=layouts, model=st.sampled_from([LLAMA, GPT]))
+@settings(max_examples=200, deadline=None)
+def test_elements_are_those_of_shards(layout: Layout, model: ModelSpec) -> None:
+    layout = replace(layout, context=1, virtual_stages=1)
+    if problems(model, JOB, replace(CLUSTER, num_nodes=200), layout):
+        return
+    many = of([layout])
+    count = memory.elements(model, many)
+    for pipeline in (0, layout.pipeline - 1):
+        for buffer in rank_buffers(model, layout, Coord(pipeline=pipeline), JOB.seq_len):
+            kind = buffer.name.split(".")[0]
+            claimed = {"layers": count.layer, "embedding": count.embedding, "head": count.head}[kind]
+            assert int(np.asarray(claimed).reshape(-1)[0]) == buffer.num_elements, buffer.name
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_micro_batches_in_flight_bound_those_of_the_schedule(name: str) -> None:
+    fewest, most = SCHEDULES[name].virtual_stages
+    for pipeline in (1, 2, 3, 4, 8):
+        for chunks in range(fewest, min(most, 3) + 1):
+            counts = np.array([pipeline, 2 * pipeline, 4 * pipeline])
+            claimed = memory.in_flight(name, pipeline, chunks, counts)
+            for i, micro_batches in enumerate(counts.tolist()):
+                plan = schedule(name, pipeline, chunks, micro_batches)
+                peaks = [plan.peak_live(at) for at in range(pipeline)]
+                assert (claimed[i] >= peaks).all()
+                if name in ("1f1b", "gpipe", "interleaved-1f1b"):
+                    assert claimed[i].tolist() == peaks
+
+
+def times_of(forward: list[float], backward: list[float], transfer: float) -> timeline.StageTimes:
+    return timeline.StageTimes(
+        forward_s=np.array([forward]),
+        backward_s=np.array([backward]),
+        weight_s=np.array([backward]) * 0.4,
+        transfer_s=np.array([transfer]),
+    )
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(SCHEDULES)), transfer=st.floats(0, 0.5))
+@settings(max_examples=200, deadline=None)
+def test_no_schedule_beats_the_bound(data: st.DataObject, name: str, transfer: float) -> None:
+    pipeline, micro_batches = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 12))
+    chunks = max(SCHEDULES[name].virtual_stages[0], data.draw(st.integers(1, 2)))
+    chunks = min(chunks, SCHEDULES[name].virtual_stages[1])
+    costs = st.lists(st.floats(0.1, 2.0), min_size=pipeline * chunks, max_size=pipeline * chunks)
+    times = times_of(data.draw(costs), data.draw(costs), transfer)
+    places = timeline.stage_places(name, pipeline, chunks)
+    least = timeline.bound(name, times, places, np.array([micro_batches]))[0]
+    played = timeline.replay_s(name, times, 0, pipeline, chunks, micro_batches)
+    assert least <= played * (1 + 1e-12)
+
+
+def test_the_bound_is_reached_by_equal_stages_without_transfers() -> None:
+    times = times_of([1.0] * 4, [2.0] * 4, 0.0)
+    least = timeline.bound("1f1b", times, timeline.stage_places("1f1b", 4, 1), np.array([8]))[0]
+    assert least == pytest.approx((8 + 3) * 3.0)
+    assert timeline.replay_s("1f1b", times, 0, 4, 1, 8) == pytest.approx(least)
+
+
+def test_a_layout_survives_the_arrays() -> None:
+    layout = Layout(
+        tensor=2, data=4, pipeline=3, zero=1, sequence_parallel=True, recompute="selective", schedule="gpipe"
+    )
+    many = of([Layout(), layout])
+    assert isinstance(many, Candidates) and many.layout(1) == layout
