@@ -1,13 +1,14 @@
 """A run file, with `--set` overrides, into specs: the one door for TOML. Every mistake is reported at once.
 
-Relative paths in a run file (`data.path`, `data.text`, `model.hf`, `cluster.file`) start from the run file's folder,
-those in an override from the current folder. They leave here absolute, so that a plan can be run from anywhere.
+Relative paths in a run file (`data.path`, `data.text`, `checkpoint.resume`, `model.hf`, `cluster.file`) start from the
+run file's folder, those in an override from the current folder. They leave here absolute, so that a plan can be run
+from anywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -169,9 +170,15 @@ def _job(check: Checker, tables: Mapping[str, dict[str, Any]]) -> JobSpec | None
     checkpoint = check.build(CheckpointSpec, tables["checkpoint"], ("checkpoint",))
     if len(check.problems) > before or not (optimizer and data and checkpoint):
         return None
-    files = {key: value for key, value in tables["data"].items() if value != PYTHON_STDLIB}
-    paths = {key: str(check.document.path(("data", key), value)) for key, value in files.items()}
-    return JobSpec(**values, optimizer=optimizer, data=replace(data, **paths), checkpoint=checkpoint)
+
+    def absolute(*key: str, words: Container[str] = ()) -> dict[str, str]:
+        """The path at `key` as a field to replace; nothing for one of `words`, or if no path is given."""
+        value = tables[key[0]].get(key[1])
+        return {} if value is None or value in words else {key[1]: str(check.document.path(key, value))}
+
+    data = replace(data, **absolute("data", "path"), **absolute("data", "text", words=[PYTHON_STDLIB]))
+    checkpoint = replace(checkpoint, **absolute("checkpoint", "resume", words=["auto", "never"]))
+    return JobSpec(**values, optimizer=optimizer, data=data, checkpoint=checkpoint)
 
 
 def _check_together(check: Checker, model: ModelSpec | None, job: JobSpec | None) -> None:

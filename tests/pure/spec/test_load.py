@@ -128,6 +128,11 @@ class TestPaths:
         data = load.load(path, ["data.path=x"]).job.data
         assert data.path == str(tmp_path / "here" / "x")
 
+    def test_a_checkpoint_to_resume_from(self, tmp_path):
+        path = write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[checkpoint]\nresume = "runs/1"\n')
+        assert load.load(path).job.checkpoint.resume == str(tmp_path / "runs" / "1")
+        assert load.load(path, ["checkpoint.resume=never"]).job.checkpoint.resume == "never"
+
     def test_home_is_expanded(self, tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", "/home/someone")
         path = write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[data]\npath = "~/x"\n')
