@@ -56,6 +56,11 @@ def _ranges(layout: Layout) -> Iterator[Problem]:
         yield _problem("stage_layers", f"a stage with {min(layout.stage_layers)} layers", "0 layers or more per stage")
 
 
+def schedule_problems(layout: Layout) -> list[Problem]:
+    """The reasons why there is no such schedule, whatever the model: its name, its sizes."""
+    return list(_ranges(layout)) or list(_virtual_stages(layout))
+
+
 def allowed_tensor_sizes(model: ModelSpec) -> tuple[int, ...]:
     """Every size of the tensor axis that this model can be cut into, 1 first."""
     return tuple(size for size in range(1, model.num_heads + 1) if not any(_indivisible(model, size)))
