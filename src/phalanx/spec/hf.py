@@ -87,7 +87,7 @@ class _Config:
 
     def take(self, required: Mapping[str, str], optional: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
         """Take fields from their keys. One that is null or left out has its family's default, if it has one."""
-        for field, key in (*required.items(), *optional.items()):
+        for field, key in {**required, **optional}.items():
             value = self.keys.get(key)
             if value is not None:
                 self.put(field, value, key)
