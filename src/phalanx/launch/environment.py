@@ -21,10 +21,11 @@ _SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """This process is rank `rank` of `num_ranks` that `by` started on `num_nodes` nodes."""
+    """This process is rank `rank` of `num_ranks` that `by` started on `num_nodes` nodes, `local_rank` on its node."""
 
     by: Literal["torchrun", "srun"]
     rank: int
+    local_rank: int
     num_ranks: int
     num_nodes: int
 
@@ -66,25 +67,33 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     Raises InputError for variables that are incomplete, not numbers, or contradict each other.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        rank, num_ranks, _ = _numbers(environ, _TORCHRUN[:3])
+        rank, num_ranks, local_rank = _numbers(environ, _TORCHRUN[:3])
         _complete(environ, _TORCHRUN)
         (per_node,) = _numbers({"LOCAL_WORLD_SIZE": str(num_ranks), **environ}, ("LOCAL_WORLD_SIZE",))
         num_nodes = max(1, num_ranks // max(1, per_node))
-        found = Launched(by="torchrun", rank=rank, num_ranks=num_ranks, num_nodes=num_nodes)
+        by: Literal["torchrun", "srun"] = "torchrun"
     elif "SLURM_STEP_ID" in environ:  # set by srun for each task; a batch script alone has only the job's variables
-        rank, num_ranks, _ = _numbers(environ, _SRUN)
-        num_nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
-        found = Launched(by="srun", rank=rank, num_ranks=num_ranks, num_nodes=num_nodes)
+        rank, num_ranks, local_rank = _numbers(environ, _SRUN)
+        (num_nodes,) = _numbers({"SLURM_NNODES": "1", **environ}, ("SLURM_NNODES",))
+        by = "srun"
     else:
         return None
-    if not 0 <= found.rank < found.num_ranks:
-        raise InputError(f"rank {found.rank} of {found.num_ranks} processes", instead="start with torchrun or srun")
-    return found
+    if not 0 <= rank < num_ranks:
+        raise InputError(f"rank {rank} of {num_ranks} processes", where="environment", instead="ranks count from 0")
+    return Launched(by=by, rank=rank, local_rank=local_rank, num_ranks=num_ranks, num_nodes=num_nodes)
 
 
-def check_slurm_job(num_ranks: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Inside a Slurm job but not under srun, this one process starts all ranks. Raises InputError if the job was given
-    several tasks, which would then stay idle, or was meant to be."""
+def check_alone(num_ranks: int, devices_per_node: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Nobody started this process as a rank, so it starts all of them on this node.
+
+    Raises InputError if the plan is for several nodes, or if this is a Slurm job that was given, or meant to be given,
+    several tasks, which would then stay idle.
+    """
+    if num_ranks > devices_per_node:
+        raise InputError(
+            f"the layout has {num_ranks} ranks, a node {devices_per_node} devices, and this starts one node's",
+            instead=f"start it on all nodes with srun or torchrun, or plan for {devices_per_node} devices",
+        )
     if "SLURM_JOB_ID" not in environ or "SLURM_NTASKS" not in environ:
         return
     values = {"SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": environ["SLURM_NTASKS"], **environ}

@@ -47,7 +47,7 @@ def start(plan_path: Path, run_dir: RunDir, entry: str = WORKER) -> Result:
         command = [sys.executable, "-m", "phalanx.trainer.agent", str(plan_path), str(run_dir.path), entry]
         command += ["--parent", str(os.getpid()), "--listener", str(listener.fileno())]
         exit_code = _run_agent(command)
-    if exit_code == 0 or exit_code > 128:
+    if exit_code in (0, 2) or exit_code > 128:  # done; refused before any rank started, and said so; or asked to end
         return Result(exit_code=exit_code)
     failure = supervise.collect(plan.layout, run_dir, agent_exit_code=exit_code)
     supervise.write(failure, run_dir)

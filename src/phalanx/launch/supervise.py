@@ -99,7 +99,7 @@ def collect(layout: Layout, run_dir: RunDir, *, agent_exit_code: int) -> Failure
             consequences=(),
             agent=f"the agent that watches the ranks {how}",
             last_records=records,
-            exit_code=2 if agent_exit_code == 2 else 3,
+            exit_code=3,
         )
     found = [failure for ending in endings if (failure := _failure(layout, run_dir, ending))]
     failures = _fold(sorted(found, key=lambda failure: failure.time_s))

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from phalanx.errors import PhalanxError
 from phalanx.plan.plan import Plan
@@ -108,42 +108,52 @@ class Agent:
 
     def _fork(self, rank: int, listener: socket.socket, entry: process.Entry) -> int:
         """Start one rank as a copy of this process. Returns its process id."""
-        agent = os.getpid()
+        agent, port = os.getpid(), listener.getsockname()[1]
         pid = os.fork()
-        if pid:
-            os.setpgid(pid, pid)
-            return pid
+        if pid == 0:
+            listener.close()
+            self.become(rank, port, agent, entry)
+        os.setpgid(pid, pid)
+        return pid
+
+    def _spawn(self, rank: int, port: int) -> int:
+        """Start one rank as a fresh process. Returns its process id."""
+        command = [
+            sys.executable,
+            "-m",
+            "phalanx.trainer.agent",
+            str(self.plan_path),
+            str(self.run_dir.path),
+            self.entry,
+        ]
+        command += [
+            "--parent",
+            str(os.getpid()),
+            "--attempt",
+            str(self.attempt),
+            "--rank",
+            str(rank),
+            "--port",
+            str(port),
+        ]
+        return os.posix_spawn(sys.executable, command, os.environ, setpgroup=0)
+
+    def become(self, rank: int, port: int, agent: int, entry: process.Entry) -> NoReturn:
+        """Be rank `rank` from now on, until the end of this process."""
         code = 3
         try:
             process.die_with_parent(agent, signal.SIGKILL)
             os.setpgid(0, 0)
-            os.environ.update(self._environment(rank, listener.getsockname()[1]))
-            listener.close()
+            os.environ.update(self._environment(rank, port))
             process.write_to(self.run_dir.log(rank))
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's business
             process.dump_stacks_on_request(self.run_dir.stack(rank))
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's business
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            code = process.run(entry, self.plan, self.run_dir, rank)
-        except BaseException:  # noqa: BLE001 (never return into the agent's own code)
+            code = process.run(entry, self.plan, self.run_dir, rank).exit_code
+        except BaseException:  # noqa: BLE001 (a copy of the agent must never return into the agent's own code)
             traceback.print_exc()
         finally:
             os._exit(code)
-
-    def _spawn(self, rank: int, port: int) -> int:
-        """Start one rank as a fresh process. Returns its process id."""
-        log = str(self.run_dir.log(rank))
-        command = [sys.executable, "-m", "phalanx.trainer", str(self.plan_path), str(self.run_dir.path), self.entry]
-        return os.posix_spawn(
-            sys.executable,
-            command,
-            {**os.environ, **self._environment(rank, port)},
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-            ],
-            setpgroup=0,
-            setsigmask=(),
-        )
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """What `trainer.world` reads: the names that torchrun sets, so that there is one convention."""
@@ -276,7 +286,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("entry")
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--parent", type=int, required=True, help="process id of whoever started the agent")
-    parser.add_argument("--listener", type=int, required=True, help="inherited descriptor of the store's socket")
+    parser.add_argument("--listener", type=int, help="inherited descriptor of the store's socket")
+    parser.add_argument("--rank", type=int, help="be this rank instead, of the agent that is the parent")
+    parser.add_argument("--port", type=int, help="of the parent's store")
     given = parser.parse_args(arguments)
     process.die_with_parent(given.parent, signal.SIGTERM)
     try:
@@ -287,6 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             entry=given.entry,
             attempt=given.attempt,
         )
+        if given.rank is not None:
+            agent.become(given.rank, given.port, given.parent, process.load_entry(agent.entry))
         return agent.run(socket.socket(fileno=given.listener))
     except PhalanxError as error:
         sys.stderr.write(f"{error}\n")

@@ -33,8 +33,8 @@ def load_entry(name: str) -> Entry:
         raise InputError(f"the entry {name} cannot be loaded: {error}", instead="give it as module:function") from error
 
 
-def run(entry: Entry, plan: Plan, run_dir: RunDir, rank: int) -> int:
-    """Call the entry and leave its outcome in the run folder. Returns the exit code of this process."""
+def run(entry: Entry, plan: Plan, run_dir: RunDir, rank: int) -> Outcome:
+    """Call the entry, whatever it raises, and leave its outcome in the run folder."""
     try:
         entry(plan, run_dir)
     except BaseException as error:  # noqa: BLE001 (kept for the report, whatever it is)
@@ -44,7 +44,7 @@ def run(entry: Entry, plan: Plan, run_dir: RunDir, rank: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     outcome.write(run_dir.outcome(rank))
-    return 0 if outcome.error is None else outcome.error.exit_code
+    return outcome
 
 
 def die_with_parent(parent: int, how: signal.Signals) -> None:
@@ -68,7 +68,29 @@ def keep_freed_memory() -> None:
 
 def write_to(log: Path) -> None:
     """Send standard output and error of this process, native code's too, to the end of `log`."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    _redirect(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+
+
+def write_to_both(log: Path) -> None:
+    """Send standard output and error to the end of `log` and, through a small process of its own, to where standard
+    output went before: it lives until the last writer is gone. Call it while this process has one thread."""
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.close(write_end)
+            for interrupt in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(interrupt, signal.SIG_IGN)
+            with log.open("ab", buffering=0) as file:
+                while chunk := os.read(read_end, 1 << 16):
+                    file.write(chunk)
+                    os.write(1, chunk)
+        finally:
+            os._exit(0)
+    os.close(read_end)
+    _redirect(write_end)
+
+
+def _redirect(descriptor: int) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

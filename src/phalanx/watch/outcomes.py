@@ -77,6 +77,11 @@ class Outcome:
         raised = None if error is None else RaisedError.of(error)
         return cls(rank=rank, host=socket.gethostname(), time_s=time.time(), error=raised)
 
+    @property
+    def exit_code(self) -> int:
+        """What the rank's process should end with."""
+        return self.error.exit_code if self.error else 0
+
     def write(self, path: Path) -> None:
         """Write as JSON."""
         write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
