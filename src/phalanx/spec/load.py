@@ -8,6 +8,7 @@ from anywhere.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,8 +123,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def _homes() -> dict[str, str]:
-    """The table of each key, but for a model's and a cluster's: those are too many to be misplaced."""
-    return {name: table for table, known in TABLES.items() for name in known if table not in ("model", "cluster")}
+    """The table of each key that only one table has."""
+    places = [(name, table) for table, known in TABLES.items() for name in known]
+    counts = Counter(name for name, _ in places)
+    return {name: table for name, table in places if counts[name] == 1}
 
 
 def _with_cluster(run: Document) -> Document:
@@ -171,7 +174,7 @@ def _job(check: Checker, tables: Mapping[str, dict[str, Any]]) -> JobSpec | None
     if len(check.problems) > before or not (optimizer and data and checkpoint):
         return None
 
-    def absolute(*key: str, words: Container[str] = ()) -> dict[str, str]:
+    def absolute(*key: str, words: Container[str] = ()) -> dict[str, Any]:
         """The path at `key` as a field to replace; nothing for one of `words`, or if no path is given."""
         value = tables[key[0]].get(key[1])
         return {} if value is None or value in words else {key[1]: str(check.document.path(key, value))}

@@ -131,9 +131,9 @@ class Checker:
         return WRONG
 
     def finish(self) -> None:
-        """Raise SpecError with all mistakes noted so far, if there are any."""
+        """Raise SpecError with all mistakes noted so far, if there are any, in the order of files and lines."""
         if self.problems:
-            raise SpecError(self.problems)
+            raise SpecError(sorted(self.problems, key=_by_line))
 
     def build(self, cls: type[T], table: Any, key: Key) -> T | None:
         """The dataclass `cls` from `table`, which stands at `key`; None, with the mistakes noted, if any is wrong."""
@@ -229,6 +229,11 @@ class Checker:
 
     def _refuse(self, key: Key, raw: Any, hint: Any, unit: str = "", instead: str = "") -> _Wrong:
         return self.problem(key, f"{'.'.join(key)} = {shown(raw)}: expected {describe(hint, unit)}", instead)
+
+
+def _by_line(problem: Problem) -> tuple[str, int]:
+    file, _, line = problem.where.rpartition(":")
+    return (file, int(line)) if line.isdigit() else (problem.where, 0)
 
 
 def _fits(hint: type, raw: Any) -> bool:

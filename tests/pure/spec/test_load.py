@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from phalanx.plan.layout import Layout
+from phalanx.plan.layout import AXES, Layout
 from phalanx.spec import clusters, load, models
 from phalanx.spec.job import CheckpointSpec, JobSpec, OptimizerSpec
 from phalanx.spec.model import RopeScaling
@@ -103,6 +103,10 @@ def test_layout_keys_are_those_of_layout():
     assert list(plain["LayoutKeys"]) == sorted(plain["Layout"], key=list(plain["LayoutKeys"]).index)
     wider = {"zero", "recompute", "stage_layers"}  # Literal where Layout has int; never None in a file
     assert all(plain["LayoutKeys"][key] == plain["Layout"][key] for key in set(plain["Layout"]) - wider)
+
+
+def test_axes_are_those_of_layout():
+    assert sorted(load.AXES) == sorted(AXES)
 
 
 def test_every_field_of_the_specs_has_a_key():
