@@ -7,14 +7,12 @@ clipping off: AdamW hides a wrong scale.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-import random
 from typing import Any
 
 import pytest
 import torch
 from helpers import run_worlds
+from matrix import UNUSUAL, layouts, models
 from single import batch, collect, solo_engine
 from tiny import STYLES, tiny_model, tiny_plan
 from torch import Tensor
@@ -28,7 +26,6 @@ from phalanx.trainer.world import World
 
 NUM_STEPS = 3
 TOLERANCE = 1e-10
-MICRO_BATCH = 1
 
 
 def masked_batch(plan: Plan, step: int) -> tuple[Tensor, Tensor, int]:
@@ -48,7 +45,7 @@ def train(engine: Engine) -> dict[str, Any]:
         batches = engine.micro_batches(tokens[mine], labels[mine], num_supervised, step)
         loss = engine.forward_backward(batches)
         engine.synchronize()
-        total, norm = engine.totals(loss)
+        total, norm, _ = engine.totals(loss)
         losses.append(total)
         norms.append(norm)
         if step == 0:
@@ -108,66 +105,6 @@ def compare(plan: Plan) -> None:
     assert names == set(gradients)
 
 
-def models() -> dict[str, ModelSpec]:
-    return {
-        f"{style} {'tied' if tied else 'untied'}": tiny_model(style, num_layers=4, tied=tied)
-        for style in STYLES
-        for tied in (False, True)
-    }
-
-
-def layouts() -> list[tuple[str, Layout]]:
-    """All layouts of 2, 4 and 8 ranks, with options drawn so that every pair of options meets."""
-    axes = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(sizes) in (2, 4, 8)]
-    axes = [sizes for sizes in axes if max(sizes[:2]) < 8]  # those need another model: see UNUSUAL
-    full = [
-        (name, Layout(tensor=t, pipeline=p, data=d, zero=zero, sequence_parallel=sequence, micro_batch=MICRO_BATCH))
-        for (t, p, d), zero, sequence, name in itertools.product(axes, (0, 1), (False, True), models())
-        if (t > 1 or not sequence) and (d > 1 or not zero)
-    ]
-    return _covering(full)
-
-
-def _features(name: str, layout: Layout) -> set[tuple[Any, Any]]:
-    values = [
-        ("axes", (layout.tensor, layout.pipeline, layout.data)),
-        ("tensor", layout.tensor),
-        ("pipeline", layout.pipeline),
-        ("data", layout.data),
-        ("zero", layout.zero),
-        ("sequence", layout.sequence_parallel),
-        ("model", name),
-    ]
-    return set(itertools.combinations(values, 2))
-
-
-def _covering(full: list[tuple[str, Layout]]) -> list[tuple[str, Layout]]:
-    """A subset in which every pair of options of `full` meets (greedy, from a fixed shuffle)."""
-    random.Random(1).shuffle(full)
-    missing = set().union(*(_features(*case) for case in full))
-    chosen = []
-    while missing:
-        best = max(full, key=lambda case: len(_features(*case) & missing))
-        missing -= _features(*best)
-        chosen.append(best)
-    return chosen
-
-
-UNUSUAL = {
-    "tensor 8": (tiny_model(num_heads=8, num_kv_heads=2, head_dim=8), Layout(tensor=8, sequence_parallel=True)),
-    "kv copies with biases": (tiny_model(qkv_bias=True, num_kv_heads=1), Layout(tensor=4, data=2, zero=1)),
-    "kv copies, one per pair": (tiny_model(num_kv_heads=2), Layout(tensor=4, pipeline=2)),
-    "pipeline 8": (tiny_model("gpt2", num_layers=8), Layout(pipeline=8)),
-    "uneven stages": (tiny_model(num_layers=5), Layout(pipeline=4, stage_layers=(2, 0, 2, 1))),
-    "ends without layers": (tiny_model("gpt2"), Layout(pipeline=4, data=2, zero=1, stage_layers=(0, 2, 2, 0))),
-    "gpipe": (tiny_model(tied=True), Layout(pipeline=2, data=2, schedule="gpipe")),
-    "one micro-batch": (tiny_model(), Layout(pipeline=2, tensor=2, micro_batch=8)),
-    "small buckets": (tiny_model(), Layout(data=2, zero=1, bucket_bytes=1)),
-    "odd sizes": (
-        tiny_model(hidden=48, num_heads=6, num_kv_heads=3, head_dim=10, ffn=57, vocab=101),
-        Layout(tensor=3, data=2, zero=1, sequence_parallel=False),
-    ),
-}
 DROPOUT = [
     Layout(tensor=2, pipeline=2, data=2, zero=1, sequence_parallel=True),
     Layout(tensor=4),

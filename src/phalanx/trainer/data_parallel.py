@@ -94,6 +94,6 @@ class DataParallel:
 
     def gather_parameters(self) -> None:
         """Under ZeRO 1, after the update: every rank gets the parameters that the others updated."""
-        if self.sharded:
+        if self.sharded and self.slices:
             whole = [part.buffer.parameters[part.part.start : part.part.stop] for part in self.slices]
             self.comm.all_gather([part.parameters for part in self.slices], out=whole, purpose="parameters")

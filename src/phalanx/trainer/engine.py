@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,7 +76,7 @@ class Engine:
                 tokens=token,
                 labels=label,
                 sequences=sequence,
-                num_supervised=num_supervised,
+                num_supervised=max(1, num_supervised),
                 step=step,
                 seed=self.plan.job.seed,
             )
@@ -111,14 +112,16 @@ class Engine:
         if tensors:
             self.comm(group).all_reduce(tensors, purpose=purpose)
 
-    def totals(self, loss: Tensor) -> tuple[float, float]:
-        """Loss and gradient norm of the whole model and batch, the same bits on all ranks: one small message."""
+    def totals(self, loss: Tensor, extra: Sequence[float] = ()) -> tuple[float, float, list[float]]:
+        """Loss and gradient norm of the whole model and batch, the same bits on all ranks, in one small message. Each
+        number in `extra` is summed over all ranks on the way."""
         # Every tensor rank of the last stage has computed the same loss: one of them speaks.
         mine = loss if self.coord.tensor == 0 else torch.zeros_like(loss)
         squares = squared_norm(self.data.slices, self.data.sharded, self.coord.data == 0)
-        both = torch.stack([mine, squares])
+        both = torch.cat([torch.stack([mine, squares]), loss.new_tensor(extra)])
         self.comm("world").all_reduce(both, purpose="loss and norm")
-        return both[0].item(), both[1].sqrt().item()
+        total, squared, *rest = both.tolist()
+        return total, math.sqrt(squared), rest
 
     def update(self, rate: float, coefficient: float) -> None:
         """New weights from the gradients, on all ranks that hold them."""

@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.plan.comm import Comm
+from phalanx.plan.traffic import HEAD_ROWS
 from phalanx.trainer.flat import Weight, add_product
-
-HEAD_ROWS = 1024
-"""Rows of logits that exist at a time. Full logits are often the largest tensor of a run (formulas.md 3)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,183 @@
+"""Traffic: every message that one rank takes part in during one optimizer step, down to the smallest.
+
+This is a claim, made from sizes alone; the fact is what the trainer's Comms count. A test demands that both be equal
+for every layout of up to 8 ranks. Bytes are payloads as `plan.comm.Comm` defines them. Counts follow formulas.md 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.plan.comm import Operation
+from phalanx.plan.groups import kv_copies
+from phalanx.plan.layout import Coord
+from phalanx.plan.plan import Plan
+from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, schedule
+from phalanx.plan.shards import Buffer, Copies, rank_stages, stage_buffers
+from phalanx.plan.stages import Stage
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+ACCUMULATION_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+
+HEAD_ROWS = 1024
+"""Rows of logits that exist at a time, for full logits are often the largest tensor of a run (formulas.md 3)."""
+
+NUM_STATISTICS = 6
+"""Float64 numbers in the control message of a step: loss, squared norm, and four sums of seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """`count` calls of one operation on one group for one purpose, `payload_bytes` together."""
+
+    group: str
+    purpose: str
+    operation: Operation
+    count: int
+    payload_bytes: int
+
+
+def traffic(plan: Plan, coord: Coord) -> tuple[Message, ...]:
+    """All messages of one training step of the rank at `coord`; groups of one rank send none."""
+    return tuple(message for message in _Traffic(plan, coord).messages() if message.count)
+
+
+class _Traffic:
+    def __init__(self, plan: Plan, coord: Coord) -> None:
+        self.plan, self.coord = plan, coord
+        model, job, layout = plan.model, plan.job, plan.layout
+        self.compute_bytes = COMPUTE_BYTES[job.precision]
+        self.wide_bytes = ACCUMULATION_BYTES[job.precision]
+        self.num_micro_batches = layout.num_micro_batches(job.global_batch)
+        self.num_tokens = layout.micro_batch * job.seq_len
+        self.cuts_tokens = layout.sequence_parallel and layout.tensor > 1
+        self.stages = rank_stages(model, layout, coord, job.seq_len)
+        self.buffers = [stage_buffers(model, layout, coord, stage) for stage in self.stages]
+        self.schedule: Schedule = schedule(
+            layout.schedule, layout.pipeline, layout.virtual_stages, self.num_micro_batches
+        )
+
+    def messages(self) -> Iterator[Message]:
+        layout = self.plan.layout
+        if layout.tensor > 1:
+            for stage in self.stages:
+                yield from self._tensor(stage)
+            yield from self._copies("tensor", "tensor", "replicated gradients", when=self.cuts_tokens)
+            yield from self._copies("kv", "kv", "kv copy gradients", when=kv_copies(self.plan.model, layout.tensor) > 1)
+        yield from self._pipeline()
+        yield from self._tied()
+        if layout.data > 1:
+            yield from self._data()
+        if layout.num_ranks > 1:
+            yield Message(
+                group="world",
+                purpose="loss and norm",
+                operation="all_reduce",
+                count=1,
+                payload_bytes=NUM_STATISTICS * 8,
+            )
+
+    def _tensor(self, stage: Stage) -> Iterator[Message]:
+        """Two half-blocks per layer, each opened and closed once forward and once backward; both ends of the model."""
+        for half_block in ("attention", "mlp"):
+            count = len(stage.layers)
+            yield from self._opened(f"{half_block} input", count)
+            yield from self._closed(f"{half_block} output", count)
+            yield from self._opened(f"{half_block} output gradient", count)
+            yield from self._closed(f"{half_block} input gradient", count)
+        if stage.embedding:
+            yield from self._closed("embedding output", 1)
+            yield from self._opened("embedding output gradient", 1)
+        if stage.head:
+            yield from self._opened("head input", 1)
+            chunks = -(-self.num_tokens // HEAD_ROWS) * self.num_micro_batches
+            # From every tensor rank, per token: the log of its sum of exponentials and its target logit.
+            size = self.plan.layout.tensor * 2 * self.num_tokens * self.num_micro_batches * self.wide_bytes
+            yield Message(group="tensor", purpose="loss", operation="all_gather", count=chunks, payload_bytes=size)
+            yield from self._closed("head input gradient", 1)
+
+    def _opened(self, purpose: str, count_per_micro_batch: int) -> Iterator[Message]:
+        """Tokens that were cut are gathered: only under sequence parallelism."""
+        if self.cuts_tokens:
+            yield self._activations(purpose, "all_gather", count_per_micro_batch)
+
+    def _closed(self, purpose: str, count_per_micro_batch: int) -> Iterator[Message]:
+        """Partial sums become whole."""
+        yield self._activations(purpose, "reduce_scatter" if self.cuts_tokens else "all_reduce", count_per_micro_batch)
+
+    def _activations(self, purpose: str, operation: Operation, count_per_micro_batch: int) -> Message:
+        count = count_per_micro_batch * self.num_micro_batches
+        size = count * self.num_tokens * self.plan.model.hidden * self.compute_bytes
+        return Message(group="tensor", purpose=purpose, operation=operation, count=count, payload_bytes=size)
+
+    def _copies(self, copies: Copies, group: str, purpose: str, *, when: bool) -> Iterator[Message]:
+        size = self._slice_elements(copies) * self.wide_bytes
+        if when and size:
+            yield Message(group=group, purpose=purpose, operation="all_reduce", count=1, payload_bytes=size)
+
+    def _slice_elements(self, copies: Copies) -> int:
+        """Elements that this rank updates of all parts held in `copies`."""
+        layout = self.plan.layout
+        shards = layout.data if layout.zero >= 1 else 1
+        parts = [part for chunk in self.buffers for buffer in chunk for part in buffer.parts if part.copies == copies]
+        return sum(part.stop - part.start for part in parts) // shards
+
+    def _tied(self) -> Iterator[Message]:
+        """Both holders of a tied embedding add their gradients; their parts have equal sizes."""
+        if not self.plan.model.tied or self.plan.layout.pipeline == 1:
+            return
+        layout = self.plan.layout
+        holds_copy = self._slice_elements("tied")
+        first = [buffer for chunk in self.buffers for buffer in chunk if buffer.name == "embedding"]
+        size = holds_copy or sum(
+            (part.stop - part.start) // (layout.data if layout.zero >= 1 else 1)
+            for buffer in first
+            for part in buffer.parts
+            if part.copies == "none"
+        )
+        if size:
+            size *= self.wide_bytes
+            yield Message(group="tied", purpose="tied gradients", operation="all_reduce", count=1, payload_bytes=size)
+
+    def _pipeline(self) -> Iterator[Message]:
+        held = self.num_tokens // self.plan.layout.tensor if self.cuts_tokens else self.num_tokens
+        size = held * self.plan.model.hidden * self.compute_bytes
+        counts: dict[tuple[str, Operation], int] = {}
+        for action in self.schedule.actions[self.coord.pipeline]:
+            gives = self.schedule.gives(self.coord.pipeline, action)
+            needs = self.schedule.needs(self.coord.pipeline, action)
+            sides: tuple[tuple[Operation, Transfer | None], ...] = (("send", gives), ("recv", needs))
+            for operation, transfer in sides:
+                if transfer is not None and not transfer.local:
+                    purpose = "activations" if transfer.channel == FORWARD_CHANNEL else "activation gradients"
+                    counts[purpose, operation] = counts.get((purpose, operation), 0) + 1
+        for (purpose, operation), count in counts.items():
+            payload_bytes = count * size if operation == "send" else 0
+            yield Message(
+                group="pipeline", purpose=purpose, operation=operation, count=count, payload_bytes=payload_bytes
+            )
+
+    def _data(self) -> Iterator[Message]:
+        """Gradients in buckets, in the order in which backward completes them; under ZeRO 1 also the new parameters."""
+        layout = self.plan.layout
+        sizes = [buffer.num_elements * self.wide_bytes for buffer in self._completed()]
+        count, bucket = 0, 0
+        for size in sizes:
+            bucket += size
+            if bucket >= layout.bucket_bytes:
+                count, bucket = count + 1, 0
+        count += bucket > 0
+        operation: Operation = "reduce_scatter" if layout.zero >= 1 else "all_reduce"
+        yield Message(group="data", purpose="gradients", operation=operation, count=count, payload_bytes=sum(sizes))
+        if layout.zero >= 1 and sizes:
+            parameters = sum(sizes) // self.wide_bytes * self.compute_bytes
+            yield Message(group="data", purpose="parameters", operation="all_gather", count=1, payload_bytes=parameters)
+
+    def _completed(self) -> Iterator[Buffer]:
+        """Buffers in the order in which their gradients become final: chunk by chunk as the schedule finishes them,
+        within a chunk from the last block to the first."""
+        last = self.schedule.last_to_add(self.coord.pipeline)
+        actions = self.schedule.actions[self.coord.pipeline]
+        for chunk in sorted(last, key=lambda chunk: actions.index(last[chunk])):
+            yield from reversed(self.buffers[chunk])

@@ -1,0 +1,72 @@
+"""StepRecord: one optimizer step as it was. Written as a line of JSON for programs and a line of text for people."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from phalanx.errors import InputError
+
+AXES = ("tensor", "pipeline", "data")
+"""Axes whose communication is told apart; "compute" is the rest of the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step, the same on every rank. `step` counts from 1; `loss` is the mean over the supervised tokens of the
+    global batch, before the update; `gradient_norm` before clipping.
+
+    `step_s`: wall seconds from one step's end to the next; `share`: the parts of it that the average rank computed, or
+    was blocked in communication of an axis (waiting for a late peer included), adding up to 1. `tokens_per_s` counts
+    each token of the global batch once, whatever the layout.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    share: Mapping[str, float]
+
+    def line(self, num_steps: int) -> str:
+        """For the terminal, in aligned columns."""
+        width = len(str(num_steps))
+        shares = " ".join(f"{kind} {part:4.0%}" for kind, part in self.share.items())
+        return (
+            f"step {self.step:>{width}}/{num_steps}  loss {self.loss:8.4f}  norm {self.gradient_norm:8.3f}  "
+            f"lr {self.learning_rate:.2e}  {self.tokens_per_s:>9,.0f} tokens/s  {self.step_s:6.2f} s  {shares}"
+        )
+
+
+class MetricsWriter:
+    """Appends StepRecords to metrics.jsonl, each line whole and at once readable."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._file.flush()
+
+
+def read(path: Path) -> list[StepRecord]:
+    """All records of a metrics.jsonl; where a resumed run repeated a step, the later record. Raises InputError if it is
+    missing or damaged."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        records = [StepRecord(**json.loads(line)) for line in lines]
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"cannot read metrics: {error}", where=str(path)) from error
+    return [record for _, record in sorted({record.step: record for record in records}.items())]
+
+
+def steady(records: Sequence[StepRecord]) -> float:
+    """Median seconds of a step, without the first one, which warms up. Not a number if there are fewer than two."""
+    return statistics.median(record.step_s for record in records[1:]) if len(records) > 1 else float("nan")
