@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli.inputs import add_run
+from phalanx.cli.inputs import add_run, ranked
+from phalanx.errors import InputError
 
 if TYPE_CHECKING:
     from phalanx.planner.search import Search
@@ -27,13 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, write."""
-    from phalanx.planner.search import search
     from phalanx.planner.summary import as_json
     from phalanx.spec.load import load
 
-    spec = load(arguments.run, arguments.overrides)
-    given = dict(spec.layout)
-    found = search(spec.model, spec.job, spec.cluster, given, engine_name=arguments.engine, top=arguments.top)
+    if arguments.top < 1:
+        raise InputError(f"{arguments.top} layouts", where="--top", instead="1 or more")
+    found = ranked(load(arguments.run, arguments.overrides), top=arguments.top, engine=arguments.engine)
     if arguments.json:
         sys.stdout.write(json.dumps(as_json(found), indent=1) + "\n")
     else:

@@ -1,0 +1,123 @@
+"""What several commands take: a run file or a plan, with overrides; and the Plan that they come to."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from phalanx.errors import InputError, LayoutError, Problem
+from phalanx.launch.environment import Launched
+from phalanx.plan.layout import AXES, Layout
+from phalanx.plan.legality import engine_problems, problems
+from phalanx.plan.plan import Plan
+from phalanx.spec.load import RunSpec, load
+
+if TYPE_CHECKING:
+    from phalanx.planner.search import Search
+
+
+def add_run(parser: argparse.ArgumentParser, *, plans: bool = False) -> None:
+    """The run file (or a plan.json) and `--set`."""
+    what = "a run file (TOML)" + (" or a plan (JSON)" if plans else "")
+    parser.add_argument("run", type=Path, metavar="RUN_OR_PLAN" if plans else "RUN", help=what)
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override a key of the run file; may be repeated",
+    )
+
+
+def plan_of(path: Path, overrides: Sequence[str], launched: Launched | None = None) -> Plan:
+    """The Plan to carry out: read from a plan.json, or made from a run file, whose layout keys are kept.
+
+    `launched` says how many processes there are, if somebody else started them. Raises InputError for anything that
+    cannot work, with all mistakes at once where possible.
+    """
+    if path.suffix == ".json":
+        return _read(path, overrides, launched)
+    return _made(load(path, overrides), launched)
+
+
+def with_data(plan: Plan, *, quiet: bool = False) -> Plan:
+    """`plan` with its data built, on first use, under the name that workers read it by.
+
+    Raises DataError for data that is missing or damaged, that does not fit the model, or that is less than one batch.
+    """
+    from phalanx.data.build import ensure
+    from phalanx.data.source import Source
+
+    job, vocab = plan.job, plan.model.vocab
+    prefix = ensure(job.data, vocab, Path("data"), Console(stderr=True, quiet=quiet)).absolute()
+    Source(prefix, job.seq_len, job.seed, job.global_batch, vocab)
+    return replace(plan, job=replace(job, data=replace(job.data, path=str(prefix), text=None)))
+
+
+def _read(path: Path, overrides: Sequence[str], launched: Launched | None) -> Plan:
+    """A plan.json as it stands: nothing in it is chosen anew."""
+    if overrides:
+        what = f"--set {overrides[0]} cannot change a plan"
+        raise InputError(what, where=str(path), instead="plan anew: phalanx plan RUN --set …")
+    plan = Plan.read(path)
+    found = [*problems(plan.model, plan.job, plan.cluster, plan.layout), *engine_problems(plan.layout)]
+    if found:
+        raise LayoutError([replace(problem, where=f"{path}: {problem.where}") for problem in found])
+    if launched:
+        launched.check_num_ranks(plan.layout.num_ranks)
+    return plan
+
+
+def _made(run: RunSpec, launched: Launched | None) -> Plan:
+    """The best plan for the devices of the run's cluster, or for the processes that there are."""
+    unsupported = engine_problems(_wanted(run))
+    if unsupported:
+        raise LayoutError(_located(unsupported, run))
+    if launched:
+        launched.check_multiple(_num_ranks(run.layout))
+        per_node = launched.num_ranks // launched.num_nodes
+        cluster = replace(run.cluster, num_nodes=launched.num_nodes, devices_per_node=per_node)
+        run = replace(run, cluster=cluster)
+    plan = ranked(run, top=1).plans[0]
+    if launched:
+        launched.check_num_ranks(plan.layout.num_ranks)
+    return plan
+
+
+def ranked(run: RunSpec, *, top: int, engine: str = "phalanx") -> Search:
+    """The `top` best layouts that keep what the run file says. Raises LayoutError, with the lines of the run file."""
+    from phalanx.planner.search import search
+
+    try:
+        return search(run.model, run.job, run.cluster, run.layout, engine_name=engine, top=top)
+    except LayoutError as error:
+        # The search speaks of all layouts it looked at; where the keys given are wrong by themselves, that is clearer.
+        found = problems(run.model, run.job, run.cluster, _wanted(run))
+        raise LayoutError(_located(found or error.problems, run)) from error
+
+
+def _wanted(run: RunSpec) -> Layout:
+    """The layout that the run file asks for, if nothing but the data axis were chosen."""
+    data = max(1, run.cluster.num_devices // _num_ranks(run.layout))
+    return Layout(**{"data": data, **run.layout})
+
+
+def _num_ranks(given: Mapping[str, Any]) -> int:
+    """Product of the axis sizes that the user gave."""
+    return math.prod(given.get(axis, 1) for axis in AXES)
+
+
+def _located(found: Iterable[Problem], run: RunSpec) -> list[Problem]:
+    """`found`, with the line of the run file instead of the key that each is about."""
+    tables = ("layout", "job", "model", "cluster")
+    return [
+        replace(problem, where=run.where(problem.where) if problem.where.split(".")[0] in tables else str(run.path))
+        for problem in found
+    ]

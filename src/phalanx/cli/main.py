@@ -1,0 +1,107 @@
+"""The `phalanx` command: finds the sub-command, and turns errors into text and exit codes.
+
+Exit codes: 0 done; 1 a check ran to its end and says no; 2 wrong input, found before any process starts; 3 a run
+failed, or we did; 128 + n ended by signal n. Each command is a module with `add_arguments(parser)` and
+`run(arguments)`, loaded only when it is called; neither torch nor numpy is loaded here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.metadata
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from phalanx.errors import InputError, PhalanxError
+
+COMMANDS = {
+    "train": "train what a run file or a plan describes, here or as one of the processes of torchrun or srun",
+    "plan": "rank every legal layout for a run file",
+    "data": "build or inspect token files",
+    "schedule": "draw a pipeline schedule",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises InputError instead of ending the process, knows the nearest option, and takes no short
+    forms of options, which would change their meaning when options are added."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse found wrong as InputError."""
+        raise InputError(message, instead=self.format_usage().strip())
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse all of `arguments`. Raises InputError, with the nearest option for one that does not exist."""
+        found, unknown = self.parse_known_args(arguments)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            raise InputError(f"unknown argument {word}", instead=nearest(word, known, self.prog))
+        return found
+
+
+def nearest(word: str, known: Iterable[str], command: str) -> str:
+    """What to write instead of `word`."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return (f"did you mean {matches[0]}? " if matches else "") + f"{command} --help shows what there is"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except PhalanxError as error:
+        problems = error.problems if isinstance(error, InputError) else ()
+        count = f"{len(problems)} problems\n" if len(problems) > 1 else ""
+        sys.stderr.write(f"phalanx: {count}{error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("phalanx: interrupted\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output has seen enough; the interpreter must not complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:  # noqa: BLE001 (told in one line, kept in full)
+        sys.stderr.write(f"phalanx: an error of ours: {type(error).__name__}: {error}; details in {_log(error)}\n")
+        return 3
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0
+    if arguments[0] == "--version":
+        sys.stdout.write(f"phalanx {importlib.metadata.version('phalanx')}\n")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        raise InputError(f"unknown {kind} {name}", instead=nearest(name, [*COMMANDS, "--help", "--version"], "phalanx"))
+    command = importlib.import_module(f"phalanx.cli.{name}")
+    parser = Parser(prog=f"phalanx {name}", description=command.__doc__)
+    command.add_arguments(parser)
+    exit_code = int(command.run(parser.parse(rest)))
+    sys.stdout.flush()  # so that a reader that is gone is noticed here
+    return exit_code
+
+
+def _help() -> str:
+    lines = [f"  {name:<12}{what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: phalanx COMMAND …, phalanx COMMAND --help, phalanx --version", "", *lines, ""])
+
+
+def _log(error: Exception) -> str:
+    """Keep the traceback out of the way, but keep it. Returns the file's path."""
+    with tempfile.NamedTemporaryFile("w", prefix="phalanx-error-", suffix=".log", delete=False) as file:
+        file.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    return file.name

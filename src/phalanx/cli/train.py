@@ -1,0 +1,80 @@
+"""Train what a run file or a plan describes. Starts one process per rank here; under torchrun or srun it is itself one
+of the ranks. Exit codes: 0 done, 2 wrong input, 3 the run failed, 128 + n ended by signal n."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.cli.inputs import add_run, plan_of, with_data
+from phalanx.errors import InputError
+from phalanx.launch import environment, local
+from phalanx.plan.plan import Plan
+from phalanx.rundir import RunDir
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx train`."""
+    add_run(parser, plans=True)
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder (default: runs/<model>-<date>-<time>)")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        help="go on from the newest checkpoint in the run folder, if it has one (auto); start anew; or from that one",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan if need be, then train; returns the exit code."""
+    launched = environment.launched()
+    if launched:
+        return _work(arguments, launched)
+    plan = _plan(arguments, None)
+    environment.check_alone(plan.layout.num_ranks, plan.cluster.devices_per_node)
+    run_dir = RunDir(arguments.run_dir) if arguments.run_dir else RunDir.default(plan.model.name)
+    with run_dir.lock():
+        plan.write(run_dir.plan)
+        sys.stdout.write(f"{plan.layout}: {plan.layout.num_ranks} processes, run folder {run_dir.path}\n")
+        sys.stdout.flush()
+        result = local.start(run_dir.plan, run_dir)
+    if result.failure:
+        sys.stderr.write(f"phalanx: {result.failure}\n")
+    return result.exit_code
+
+
+def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
+    """Be one of the ranks that torchrun or srun started. What is wrong on all of them is said once per node."""
+    try:
+        plan = _plan(arguments, launched)
+        folder = arguments.run_dir or Path("runs") / environment.run_name(launched, plan.model.name)
+    except InputError as error:
+        if launched.local_rank:
+            return error.exit_code
+        raise
+    run_dir = RunDir(folder)
+    with contextlib.ExitStack() as stack:
+        if launched.rank == 0:
+            stack.enter_context(run_dir.lock())
+            run_dir.forget_last_attempt()
+            plan.write(run_dir.plan)
+        run_dir.create()
+        from phalanx.trainer.__main__ import work
+
+        return work(plan, run_dir, launched.rank)
+
+
+def _plan(arguments: argparse.Namespace, launched: environment.Launched | None) -> Plan:
+    """The plan with all that a worker needs; nothing reaches it from elsewhere."""
+    resume = arguments.resume
+    if resume not in (None, "auto", "never"):
+        if not Path(resume).is_dir():
+            instead = "auto, never, or the folder of a checkpoint"
+            raise InputError(f"there is no checkpoint {resume}", where="--resume", instead=instead)
+        resume = str(Path(resume).absolute())
+    plan = plan_of(arguments.run, arguments.overrides, launched)
+    if resume:
+        plan = replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, resume=resume)))
+    return with_data(plan, quiet=launched is not None and launched.local_rank > 0)

@@ -1,0 +1,52 @@
+"""The worker: one rank reads its plan and trains. `trainer.agent` calls `train` in each rank that it starts; under
+torchrun or srun each process calls `work`: from `phalanx train` or, given a plan, by `python -m phalanx.trainer`.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks of a node share its cores; read when torch is loaded
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from phalanx.plan.plan import Plan
+from phalanx.rundir import RunDir
+from phalanx.trainer import process
+from phalanx.trainer.loop import train
+
+__all__ = ["train", "work"]
+
+
+def work(plan: Plan, run_dir: RunDir, rank: int, entry: process.Entry = train) -> NoReturn:
+    """Be rank `rank` of a run whose processes somebody else started: log always, speak only as rank 0."""
+    process.die_with_parent(os.getppid(), signal.SIGKILL)
+    process.keep_freed_memory()
+    (process.write_to if rank else process.write_to_both)(run_dir.log(rank))
+    process.dump_stacks_on_request(run_dir.stack(rank))
+    outcome = process.run(entry, plan, run_dir, rank)
+    if outcome.error:
+        text = f"phalanx: {outcome.error.text}\n" if outcome.error.for_users else outcome.error.traceback
+        sys.stderr.write(f"rank {rank}: {text}")
+    sys.stderr.flush()
+    os._exit(outcome.exit_code)  # not through the interpreter's end, where threads of a broken group can hang
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one rank; its number comes from torchrun or srun."""
+    parser = argparse.ArgumentParser(prog="python -m phalanx.trainer", description=__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("run_dir", type=Path)
+    given = parser.parse_args(arguments)
+    run_dir = RunDir(given.run_dir)
+    run_dir.create()
+    work(Plan.read(given.plan), run_dir, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+
+
+if __name__ == "__main__":
+    main()
