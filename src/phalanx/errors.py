@@ -5,7 +5,8 @@
     │   ├── SpecError                    a run file, a named model or cluster, a config.json
     │   ├── LayoutError                  a layout that these sizes or devices do not allow
     │   ├── DataError                    token files, tokenizers
-    │   └── CheckpointError              a checkpoint that is damaged, missing or of another model
+    │   └── CheckpointError              a checkpoint that is missing or of another model
+    │       └── DamagedCheckpointError   … or not whole: an older one may still serve
     ├── CheckFailed                1     a check ran to its end and says no
     └── RunError                   3     a run failed
         └── CommError                    a collective failed or ran into its time limit
@@ -66,6 +67,10 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is unfinished, cut, changed or unreadable; an older one may still serve."""
 
 
 class CheckFailed(PhalanxError):

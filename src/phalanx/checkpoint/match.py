@@ -1,0 +1,64 @@
+"""Whether a checkpoint belongs to this model: the first difference, or every tensor that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+
+from phalanx.checkpoint.manifest import Manifest, Stored
+from phalanx.checkpoint.tensor_file import DTYPE_NAMES, Piece
+from phalanx.errors import CheckpointError, Problem
+from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.plan import Plan
+from phalanx.plan.shards import Parameter, rank_buffers
+from phalanx.spec.model import ModelSpec
+
+# How a model is called, started and regularized may change between one run and its continuation.
+_FREE = {"name", "init_std", "dropout", "attention_dropout"}
+
+
+def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
+    """Raises CheckpointError, with the first difference, if the checkpoint's model is another one."""
+    for field in fields(ModelSpec):
+        old, new = getattr(there, field.name), getattr(here, field.name)
+        if field.name not in _FREE and old != new:
+            what = f"is of another model: model.{field.name} is {old!r} in the checkpoint and {new!r} here"
+            raise CheckpointError(what, where=where, instead="set the model as it was, or use another run folder")
+
+
+def check_tensors(manifest: Manifest, plan: Plan, pieces: Iterable[Piece], where: str) -> None:
+    """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
+    dtypes = {piece.kind: DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
+    parameters = _parameters(plan)
+    stored: dict[tuple[str, str], Stored] = {(entry.kind, entry.name): entry for entry in manifest.tensors}
+    kinds = {kind for kind, _ in stored}
+    problems = []
+    for kind, dtype in dtypes.items():
+        if kind not in kinds:
+            problems.append(f"missing: {kind} of all {len(parameters)} tensors")
+            continue
+        for name, parameter in parameters.items():
+            problems += _differences(kind, parameter, dtype, stored.get((kind, name)))
+    for kind, name in stored:
+        if kind not in dtypes or name not in parameters:
+            problems.append(f"unexpected: {kind} of {name}, which this run does not have")
+    if problems:
+        raise CheckpointError([Problem(what=problem, where=where) for problem in problems])
+
+
+def _differences(kind: str, parameter: Parameter, dtype: str, entry: Stored | None) -> list[str]:
+    name = f"{kind} of {parameter.name}"
+    if entry is None:
+        return [f"missing: {name}"]
+    found = []
+    if entry.shape != parameter.shape:
+        found.append(f"wrong shape: {name} is {list(entry.shape)} in the checkpoint and {list(parameter.shape)} here")
+    if entry.dtype != dtype:
+        found.append(f"wrong type: {name} is {entry.dtype} in the checkpoint and {dtype} here (job.precision)")
+    return found
+
+
+def _parameters(plan: Plan) -> Mapping[str, Parameter]:
+    """All global tensors of the model, by name: those that one rank alone would hold."""
+    buffers = rank_buffers(plan.model, Layout(), Coord(), plan.job.seq_len)
+    return {piece.parameter.name: piece.parameter for buffer in buffers for piece in buffer.pieces}

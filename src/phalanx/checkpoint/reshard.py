@@ -1,0 +1,107 @@
+"""Any layout reads what any other wrote: stored rectangles ∩ wanted rectangles → copies, read in file order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.manifest import Block, Manifest, Stored, mismatch
+from phalanx.checkpoint.tensor_file import DTYPES, Piece
+from phalanx.errors import DamagedCheckpointError
+from phalanx.plan.shards import Rectangle
+
+Wanted = Sequence[tuple[Piece, Rectangle]]
+"""Pieces, each with the part of it that a stored rectangle or block has."""
+
+
+def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[Piece], *, check: bool = True) -> None:
+    """Fill the pieces' tensors. Only blocks that hold something wanted are read, each once, with its checksum compared
+    unless `check` is off.
+
+    Raises DamagedCheckpointError, which names file, bytes and tensor, also where a piece is not covered.
+    """
+    wanted: dict[tuple[str, str], list[Piece]] = {}
+    missing: dict[int, int] = {}
+    for piece in pieces:
+        wanted.setdefault((piece.kind, piece.parameter.name), []).append(piece)
+        missing[id(piece)] = piece.rectangle.num_elements
+    files: dict[str, list[tuple[Stored, Wanted]]] = {}
+    for entry in manifest.tensors:
+        parts = _overlaps(wanted.get((entry.kind, entry.name), ()), entry.rectangle)
+        if parts:
+            files.setdefault(entry.file, []).append((entry, parts))
+        for piece, box in parts:
+            missing[id(piece)] -= box.num_elements
+    for piece in (piece for group in wanted.values() for piece in group):
+        if missing[id(piece)]:
+            what = (
+                f"{piece.kind} of {piece.parameter.name}: {_span(piece.rectangle)} is not stored exactly once"
+            )
+            raise DamagedCheckpointError(what, where=str(folder))
+    for name, entries in files.items():
+        _read_file(folder / name, entries, check)
+
+
+def _overlaps(pieces: Iterable[Piece], rectangle: Rectangle) -> Wanted:
+    return [(piece, box) for piece in pieces if (box := piece.rectangle.intersect(rectangle))]
+
+
+def _read_file(path: Path, entries: Iterable[tuple[Stored, Wanted]], check: bool) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            scratch = torch.empty(0, dtype=torch.uint8)
+            for entry, parts in sorted(entries, key=lambda item: item[0].offset):
+                for block in entry.blocks():
+                    overlaps = _overlaps([piece for piece, _ in parts], block.rectangle)
+                    if overlaps:
+                        if scratch.numel() < block.num_bytes:
+                            scratch = torch.empty(block.num_bytes, dtype=torch.uint8)
+                        _read_block(descriptor, path, entry, block, overlaps, scratch, check)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DamagedCheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _read_block(
+    descriptor: int, path: Path, entry: Stored, block: Block, overlaps: Wanted, scratch: Tensor, check: bool
+) -> None:
+    piece, box = overlaps[0]
+    direct = _part(piece.tensor, piece.rectangle, box)
+    fits = box == block.rectangle and direct.is_contiguous() and direct.device.type == "cpu"
+    flat = direct.view(-1).view(torch.uint8) if fits else scratch[: block.num_bytes]
+    data = memoryview(flat.numpy())
+    length = _read_fully(descriptor, data, block.offset)
+    problem = mismatch(entry, block, data[:length]) if check or length < block.num_bytes else ""
+    if problem:
+        raise DamagedCheckpointError(problem, where=str(path))
+    values = flat.view(DTYPES[entry.dtype]).view(block.rectangle.shape)
+    for piece, box in overlaps[1:] if fits else overlaps:
+        _part(piece.tensor, piece.rectangle, box).copy_(_part(values, block.rectangle, box))
+
+
+def _read_fully(descriptor: int, data: memoryview, offset: int) -> int:
+    """Read until `data` is full or the file ends; returns the number of bytes."""
+    length = 0
+    while length < len(data):
+        got = os.preadv(descriptor, [data[length:]], offset + length)
+        if not got:
+            break
+        length += got
+    return length
+
+
+def _part(tensor: Tensor, held: Rectangle, wanted: Rectangle) -> Tensor:
+    """The view of `wanted` in a tensor that has the values of `held`."""
+    spans = zip(held.start, wanted.start, wanted.stop, strict=True)
+    return tensor[tuple(slice(start - origin, stop - origin) for origin, start, stop in spans)]
+
+
+def _span(rectangle: Rectangle) -> str:
+    spans = (f"{start}:{stop}" for start, stop in zip(rectangle.start, rectangle.stop, strict=True))
+    return f"[{', '.join(spans)}]"

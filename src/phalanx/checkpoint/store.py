@@ -1,0 +1,160 @@
+"""Load and resume: from a checkpoint of any layout into the live state of any other. Saving: see `saver`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.agreement import PURPOSE, agree, highest
+from phalanx.checkpoint.manifest import MISMATCH, PLAN, Manifest
+from phalanx.checkpoint.match import check_model, check_tensors
+from phalanx.checkpoint.reshard import read_pieces
+from phalanx.checkpoint.tensor_file import Piece
+from phalanx.errors import CheckpointError, DamagedCheckpointError, InputError
+from phalanx.plan.comm import Comm
+from phalanx.plan.plan import Plan
+from phalanx.rundir import RunDir
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What was loaded: a checkpoint taken after `step` steps, what the loop kept in `extra`, and what differs between
+    the plan that wrote it and this one ("job.optimizer.lr: 0.1 there, 0.2 here")."""
+
+    path: Path
+    step: int
+    extra: Mapping[str, Any]
+    changes: tuple[str, ...]
+
+
+def resume(
+    run_dir: RunDir,
+    how: str,
+    plan: Plan,
+    pieces: Iterable[Piece],
+    comm: Comm,
+    *,
+    say: Callable[[str], None],
+    device: torch.device | None = None,
+) -> Loaded | None:
+    """Load what a run has to go on from; all ranks of `comm` call it, `say` is called on rank 0 only.
+
+    `how` "auto" takes the newest whole checkpoint of the run folder, says which newer ones it passed over and why, and
+    returns None if there are none at all. "never" starts anew. Anything else is the folder of a checkpoint.
+
+    Checkpoints of the run folder that are newer than the one loaded are set aside (renamed, not deleted): from here on
+    they are of another line. Raises CheckpointError if there are checkpoints of which none is whole, if they are of
+    another model, or if starting anew, or from elsewhere, would mix two runs in one folder: never a silent fresh start.
+    """
+    pieces, device = list(pieces), device or torch.device("cpu")
+    tell = say if comm.index == 0 else lambda line: None
+    steps = _steps(run_dir, comm, device)
+    if how == "auto":
+        loaded = _newest(run_dir, steps, plan, pieces, comm, tell, device)
+    else:
+        own = how != "never" and Path(how).resolve().parent == run_dir.checkpoints.resolve()
+        if steps and not own:
+            what = f"already has checkpoints, the newest of step {steps[0]}; it would hold two runs"
+            instead = "--resume auto to go on from them, or another --run-dir"
+            raise CheckpointError(what, where=str(run_dir.path), instead=instead)
+        loaded = None if how == "never" else load(Path(how), plan, pieces, comm, device=device)
+    if loaded is None:
+        return None
+    tell(f"going on from step {loaded.step}: {loaded.path}")
+    for change in loaded.changes:
+        tell(f"changed since that checkpoint: {change}")
+    if comm.index == 0:
+        for name in folders.set_aside(run_dir.checkpoints, loaded.step):
+            tell(f"set aside as {name}: it is newer than the checkpoint that the run goes on from")
+    return loaded
+
+
+def load(
+    path: Path,
+    plan: Plan,
+    pieces: Iterable[Piece],
+    comm: Comm,
+    *,
+    check: bool = True,
+    device: torch.device | None = None,
+) -> Loaded:
+    """Fill the live `pieces` of this rank from the checkpoint at `path`; all ranks of `comm` call it.
+
+    `check` off skips the checksums of tensors. Raises, on all ranks alike, DamagedCheckpointError if anything is
+    missing or damaged anywhere, CheckpointError if the checkpoint is of another model; the pieces are then unusable.
+    """
+    pieces, device = list(pieces), device or torch.device("cpu")
+    manifest, there = _together(comm, device, DamagedCheckpointError, lambda: _opened(path))
+    _together(comm, device, CheckpointError, lambda: _check_fit(path, manifest, there, plan, pieces))
+    _together(comm, device, DamagedCheckpointError, lambda: read_pieces(path, manifest, pieces, check=check))
+    return Loaded(path=path, step=manifest.step, extra=manifest.extra, changes=tuple(plan.differences(there)))
+
+
+def _newest(
+    run_dir: RunDir,
+    steps: Sequence[int],
+    plan: Plan,
+    pieces: Sequence[Piece],
+    comm: Comm,
+    tell: Callable[[str], None],
+    device: torch.device,
+) -> Loaded | None:
+    """The newest checkpoint that can be loaded. Raises CheckpointError if there are some, but none can."""
+    passed_over = []
+    for step in steps:
+        try:
+            return load(run_dir.checkpoint(step), plan, pieces, comm, device=device)
+        except DamagedCheckpointError as error:
+            tell(f"passed over, for it is not whole: {error}")
+            passed_over.append(str(error))
+    if passed_over:
+        what = "no checkpoint is whole:\n    " + "\n    ".join(passed_over)
+        instead = "give another --run-dir to start anew"
+        raise CheckpointError(what, where=str(run_dir.checkpoints), instead=instead)
+    return None
+
+
+def _steps(run_dir: RunDir, comm: Comm, device: torch.device) -> list[int]:
+    """The steps of the run's checkpoints, newest first, as rank 0 sees them."""
+    seen = [step for step, _ in folders.checkpoints(run_dir.checkpoints)] if comm.index == 0 else []
+    count = highest(comm, len(seen), device)
+    steps = torch.tensor(seen or [0] * count, dtype=torch.int64, device=device)
+    if count:
+        comm.broadcast(steps, root=0, purpose=PURPOSE)
+    return [int(step) for step in steps.tolist()]
+
+
+def _opened(path: Path) -> tuple[Manifest, Plan]:
+    manifest = folders.whole(path)
+    known = manifest.files[PLAN]
+    if zlib.crc32((path / PLAN).read_bytes()) != known.head_crc32:
+        raise DamagedCheckpointError(MISMATCH, where=str(path / PLAN))
+    return manifest, Plan.read(path / PLAN)
+
+
+def _check_fit(path: Path, manifest: Manifest, there: Plan, plan: Plan, pieces: Sequence[Piece]) -> None:
+    check_model(there.model, plan.model, str(path))
+    check_tensors(manifest, plan, pieces, str(path))
+
+
+def _together(comm: Comm, device: torch.device, kind: type[CheckpointError], act: Callable[[], _Result]) -> _Result:
+    """Do the same on all ranks; if it fails on any, raise `kind` on all."""
+    mine: InputError | None = None
+    try:
+        result = act()
+    except InputError as error:
+        mine = error
+    said = agree(comm, str(mine or ""), device)
+    if mine:
+        raise kind(mine.problems) from mine
+    if said:
+        raise kind("; ".join(said))
+    return result

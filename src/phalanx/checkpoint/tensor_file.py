@@ -1,0 +1,119 @@
+"""Tensor files: rectangles of tensors in the safetensors format, written with checksums on the way.
+
+The format: 8 bytes header size (little-endian), a JSON header {key: dtype, shape, data_offsets}, then the bytes of all
+tensors without gaps. Written here rather than by the safetensors library, which copies every tensor and knows no
+checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.manifest import ITEM_BYTES, Stored, StoredFile, block_rows
+from phalanx.plan.shards import Parameter, Rectangle
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_HEADER_ALIGNMENT = 64
+_WRITE_BUFFER_BYTES = 2**20
+
+
+class Piece(Protocol):
+    """A part of a rank's live state: `tensor` holds `rectangle` of the global tensor of `kind` for `parameter`.
+
+    `owned`: of all ranks that hold the same values, this is the one that writes them.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What it is of the parameter: "weight", "exp_avg", …"""
+
+    @property
+    def parameter(self) -> Parameter:
+        """The global tensor's name and shape."""
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The part of it."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values, of the rectangle's shape."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank writes it."""
+
+
+def write_tensors(path: Path, pieces: Sequence[Piece]) -> tuple[StoredFile, list[Stored]]:
+    """Write the pieces, all of one kind, into a new file and force it to the disk. Raises OSError."""
+    header, offset = _header(pieces)
+    stored = []
+    with path.open("xb", buffering=_WRITE_BUFFER_BYTES) as file:
+        file.write(header)
+        for piece in pieces:
+            data = _bytes(piece.tensor)
+            size = block_rows(len(data) // piece.rectangle.shape[0]) * (len(data) // piece.rectangle.shape[0])
+            checksums = []
+            for first in range(0, len(data), size):
+                block = data[first : first + size]
+                checksums.append(zlib.crc32(block))
+                file.write(block)
+            stored.append(_entry(piece, path.name, offset, checksums))
+            offset += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    head = StoredFile(num_bytes=offset, head_bytes=len(header), head_crc32=zlib.crc32(header))
+    return head, stored
+
+
+def key(name: str, shape: tuple[int, ...], rectangle: Rectangle) -> str:
+    """The name under which a rectangle of a tensor stands in a file."""
+    if rectangle.shape == shape:
+        return name
+    return f"{name}@" + ",".join(f"{a}:{b}" for a, b in zip(rectangle.start, rectangle.stop, strict=True))
+
+
+def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
+    """The header with its size before it, and the offset of the first tensor: its length."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.tensor.nbytes
+        name = key(piece.parameter.name, piece.parameter.shape, piece.rectangle)
+        dtype = DTYPE_NAMES[piece.tensor.dtype]
+        table[name] = {"dtype": dtype, "shape": piece.rectangle.shape, "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, len(header)
+
+
+def _entry(piece: Piece, file: str, offset: int, checksums: list[int]) -> Stored:
+    dtype = DTYPE_NAMES[piece.tensor.dtype]
+    assert piece.tensor.nbytes == piece.rectangle.num_elements * ITEM_BYTES[dtype]
+    return Stored(
+        kind=piece.kind,
+        name=piece.parameter.name,
+        shape=piece.parameter.shape,
+        dtype=dtype,
+        rectangle=piece.rectangle,
+        file=file,
+        offset=offset,
+        crc32=tuple(checksums),
+    )
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes, row-major, without a copy where it lies so in host memory."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())

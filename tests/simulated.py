@@ -1,0 +1,76 @@
+"""All ranks of a layout inside one process, without communication: enough for what each rank holds of the state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.plan.comm import Group
+from phalanx.plan.groups import groups
+from phalanx.plan.plan import Plan
+from phalanx.trainer.comm import SoloComm
+from phalanx.trainer.engine import Engine
+from phalanx.trainer.state import StatePiece, state
+
+
+class SilentComm:
+    """Knows its group and its place in it; to talk would be a mistake (there is no such method)."""
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.group, self.index, self.size = group, index, group.size
+
+
+def engines(plan: Plan) -> list[Engine]:
+    """The engine of every rank."""
+    return [_engine(plan, rank) for rank in range(plan.layout.num_ranks)]
+
+
+def _engine(plan: Plan, rank: int) -> Engine:
+    own = {group.name: group for group in groups(plan.model, plan.layout) if rank in group.ranks}
+
+    def comm(name: str):
+        group = own.get(name, Group(name=name, ranks=(rank,)))
+        return SoloComm(group) if group.size == 1 else SilentComm(group, group.ranks.index(rank))
+
+    return Engine(plan, plan.layout.coord(rank), comm, torch.device("cpu"))
+
+
+def pieces_of(every: list[Engine]) -> list[list[StatePiece]]:
+    """The state of every rank."""
+    return [list(state(engine)) for engine in every]
+
+
+def scramble(every: list[list[StatePiece]], seed: int) -> None:
+    """Give every element of every global tensor a value of its own, the same on all ranks that hold it."""
+    for kind, name, whole in _wholes(every, seed):
+        for pieces in every:
+            for piece in pieces:
+                if (piece.kind, piece.parameter.name) == (kind, name):
+                    piece.tensor.copy_(whole[_place(piece)])
+
+
+def gather(every: list[list[StatePiece]], *, owned: bool = True) -> dict[tuple[str, str], Tensor]:
+    """The global tensors, by kind and name, from the pieces that are owned (or from all others)."""
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for pieces in every:
+        for piece in pieces:
+            if piece.owned == owned:
+                key = (piece.kind, piece.parameter.name)
+                empty = torch.full(piece.parameter.shape, torch.nan, dtype=piece.tensor.dtype)
+                tensors.setdefault(key, empty)[_place(piece)] = piece.tensor
+    return tensors
+
+
+def _wholes(every: list[list[StatePiece]], seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        (piece.kind, piece.parameter.name): (piece.parameter.shape, piece.tensor.dtype)
+        for pieces in every
+        for piece in pieces
+    }
+    for (kind, name), (shape, dtype) in sorted(shapes.items()):
+        yield kind, name, torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def _place(piece: StatePiece) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(piece.rectangle.start, piece.rectangle.stop, strict=True))
