@@ -64,7 +64,7 @@ class Document:
 
     def path(self, key: Key, value: str) -> Path:
         """The absolute path that `value`, written at `key`, means."""
-        return Path(os.path.abspath(self.place(key).folder / Path(value).expanduser()))
+        return Path(os.path.abspath(self.place(key).folder / os.path.expanduser(value)))
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def read_text(path: Path, *, asked_at: str = "") -> str:
     except UnicodeDecodeError as error:
         byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
         raise SpecError(f"{name}is not UTF-8 text ({byte})", where=where, instead="save it as UTF-8") from None
-    except OSError as error:
-        raise SpecError(f"{name}cannot be read: {error.strerror}", where=where) from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise SpecError(f"{name}cannot be read: {error}", where=where) from None
 
 
 def read(path: Path, *, asked_at: str = "") -> Document:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phalanx.cli.main import main
 from phalanx.errors import SpecError
-from phalanx.spec.load import load
+from phalanx.spec.load import TABLES, load
 
 GOOD = """\
 [model]
@@ -143,6 +147,14 @@ def test_one_mistake_one_complaint(tmp_path, old, new, line, words):
     assert not missing, str(problem)
 
 
+def test_the_command_exits_with_2(tmp_path, capsys):
+    path = write(tmp_path, GOOD.replace("tensor = 2", "tensro = 2"))
+    assert main(["plan", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"phalanx: {path}:14: unknown key layout.tensro\n    → did you mean tensor?")
+    assert captured.out == ""
+
+
 def test_the_good_file_is_good(tmp_path):
     assert load(write(tmp_path, GOOD)).layout == {"tensor": 2}
 
@@ -222,3 +234,24 @@ def test_a_cluster_file_that_is_not_toml(tmp_path):
     (tmp_path / "cluster.toml").write_text("devices_per_node =\n")
     (problem,) = problems(write(tmp_path, GOOD.replace('name = "laptop"', 'file = "cluster.toml"')))
     assert problem.where == f"{tmp_path / 'cluster.toml'}:1"
+
+
+KEYS = st.one_of(
+    st.sampled_from([f"{table}.{key}" for table, keys in TABLES.items() for key in keys]),
+    st.sampled_from(
+        ["model", "cluster.device.memory_bytes", "model.rope_scaling.kind", "cluster.sources.x", "x", "job.x"]
+    ),
+)
+TEXTS = st.sampled_from(
+    ["0", "-1", "7", "3", "1e3", "nan", "inf", "true", '""', '"x"', '"1 GiB"', '"dgx-a100"', '"gpt2"', "[]", "[1, 2]",
+     "[0.9]", "{}", "{ kind = 1 }", '{ kind = "linear", factor = 2 }', "1979-05-27", "[[1], {}]", "9999999999999999999",
+     '"H200-SXM"', "/", "~qqq/x"]
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(KEYS, TEXTS), min_size=1, max_size=4))
+def test_whatever_is_written_is_taken_or_refused(tmp_path_factory, settings):
+    """No input gets past the checks into an error of ours."""
+    path = write(tmp_path_factory.mktemp("run"), GOOD)
+    with contextlib.suppress(SpecError):
+        load(path, [f"{key}={text}" for key, text in settings])
