@@ -130,7 +130,8 @@ def _virtual_stages(layout: Layout) -> Iterator[Problem]:
         ]
         instead = f"virtual_stages = {legal}"
         instead += f", or schedule = {_listed(others)}" if others else ""
-        what = f"schedule {layout.schedule} does not run with {layout.virtual_stages} virtual stages"
+        plural = "s" if layout.virtual_stages > 1 else ""
+        what = f"schedule {layout.schedule} does not run with {layout.virtual_stages} virtual stage{plural}"
         yield _problem("virtual_stages", what, instead)
 
 

@@ -19,39 +19,50 @@ def chunks(name):
     return st.integers(fewest, min(most, 4))
 
 
-def work_and_bubble(name, p, v, m):
-    """Seconds of one coordinate's work under EQUAL_COSTS and the published seconds of its bubble (F 1, B 2, W 1), or
-    None outside the range in which the closed form holds (formulas.md 4)."""
-    work = 3 * m * v
-    if name in ("gpipe", "1f1b"):
-        return work, 3 * (p - 1)
-    if name in ("interleaved-1f1b", "breadth-first"):
-        return work, 3 * (p - 1) if m >= p else None
-    if name == "zb-h1":
-        return work, (p - 1) if m >= p else None
-    return work, {"zb-v": 0, "dualpipe-v": p - 1}[name] if m >= 2 * p else None
+# Published seconds of the bubble (F 1, B 2, W 1), and from how many micro-batches on the form holds (formulas.md 4).
+# That of dualpipe-v, (p - 1)(F&B + B - 3W) = 2(p - 1), counts a forward beside a backward as one piece; listed one after
+# the other, the first one's result is sent earlier and half of the bubble goes.
+BUBBLES = {
+    "gpipe": (lambda p: 3 * (p - 1), lambda p: 1),
+    "1f1b": (lambda p: 3 * (p - 1), lambda p: 1),
+    "interleaved-1f1b": (lambda p: 3 * (p - 1), lambda p: p),
+    "breadth-first": (lambda p: 3 * (p - 1), lambda p: p),
+    "zb-h1": (lambda p: p - 1, lambda p: p),
+    "zb-v": (lambda p: 0, lambda p: 2 * p),
+    "dualpipe-v": (lambda p: p - 1, lambda p: 2 * p),
+}
+
+# Outside that range: seconds of a step of at most p micro-batches, which is too few to fill the pipeline. The last of
+# them follows the first through all stages and back; checked by hand for the smallest sizes.
+FEW = {
+    "interleaved-1f1b": lambda p, v, m: 3 * (v * p + m - 1),
+    "breadth-first": lambda p, v, m: 3 * (v * p + m - 1),
+    "zb-h1": lambda p, v, m: 2 * (p + m) - 1,
+    "zb-v": lambda p, v, m: 4 * (p + m) - 2,
+    "dualpipe-v": lambda p, v, m: 5 * p + 4 * m - 3,
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data(), **SIZES)
 def test_every_schedule_can_run_and_has_its_bubble(name, data, pipeline, num_micro_batches):
-    """Order, completeness, memory bound, first in first out and no deadlock by `check`; the bubble by `walk`.
-
-    The published bubble of dualpipe-v, (p - 1)(F&B + B - 3W) = 2(p - 1), counts a forward beside a backward as one
-    piece; listed one after the other, the first one's result is sent earlier and half of it goes.
-    """
+    """Order, completeness, memory bound, first in first out and no deadlock by `check`; the bubble by `walk`."""
     virtual_stages = data.draw(chunks(name), label="virtual stages")
     made = schedule(name, pipeline, virtual_stages, num_micro_batches)
     check(made)
-    work, bubble = work_and_bubble(name, pipeline, virtual_stages, num_micro_batches)
-    if bubble is not None:
-        assert walk(made).bubble == pytest.approx(bubble / (work + bubble), abs=1e-12)
+    walked, work = walk(made), 3 * num_micro_batches * virtual_stages
+    bubble, fewest = BUBBLES[name]
+    if num_micro_batches >= fewest(pipeline):
+        expected = bubble(pipeline)
+        assert walked.bubble == pytest.approx(expected / (work + expected), abs=1e-12)
+    elif num_micro_batches <= pipeline:
+        assert walked.step_s == FEW[name](pipeline, virtual_stages, num_micro_batches)
     else:
-        assert walk(made).step_s < 3 * virtual_stages * (num_micro_batches + pipeline)
+        assert walked.step_s < work + 3 * pipeline
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(**SIZES)
 def test_peak_live_is_the_stated_number(pipeline, num_micro_batches):
     """1F1B holds min(m, p - i) micro-batches on stage i, GPipe all of them, ZB-V 2p half ones on every stage."""
@@ -109,23 +120,6 @@ GOLDEN = {
 def test_golden_orders(sizes):
     """Checked by hand against the papers' figures, their rule applied to sizes that fit on a line."""
     assert drawn(schedule(*sizes)) == GOLDEN[sizes]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "step_s"),
-    [
-        (("interleaved-1f1b", 2, 2, 1), 12),
-        (("breadth-first", 3, 2, 2), 21),
-        (("zb-h1", 3, 1, 1), 7),
-        (("zb-v", 2, 2, 1), 10),
-        (("dualpipe-v", 2, 2, 1), 11),
-    ],
-    ids=str,
-)
-def test_golden_step_times_with_few_micro_batches(sizes, step_s):
-    """Outside the closed forms' range, checked by hand: one micro-batch passes all stages twice, one after another;
-    where backward is split, only its own weight gradient comes after the last input gradient."""
-    assert walk(schedule(*sizes)).step_s == step_s
 
 
 @st.composite
