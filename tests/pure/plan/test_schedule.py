@@ -20,8 +20,8 @@ def chunks(name):
 
 
 # Published seconds of the bubble (F 1, B 2, W 1), and from how many micro-batches on the form holds (formulas.md 4).
-# That of dualpipe-v, (p - 1)(F&B + B - 3W) = 2(p - 1), counts a forward beside a backward as one piece; listed one after
-# the other, the first one's result is sent earlier and half of the bubble goes.
+# That of dualpipe-v, (p - 1)(F&B + B - 3W) = 2(p - 1), counts a forward beside a backward as one piece; listed one
+# after the other, the first one's result is sent earlier and half of the bubble goes.
 BUBBLES = {
     "gpipe": (lambda p: 3 * (p - 1), lambda p: 1),
     "1f1b": (lambda p: 3 * (p - 1), lambda p: 1),
