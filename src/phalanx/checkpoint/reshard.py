@@ -38,9 +38,7 @@ def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[Piece], *, ch
             missing[id(piece)] -= box.num_elements
     for piece in (piece for group in wanted.values() for piece in group):
         if missing[id(piece)]:
-            what = (
-                f"{piece.kind} of {piece.parameter.name}: {_span(piece.rectangle)} is not stored exactly once"
-            )
+            what = f"{piece.kind} of {piece.parameter.name}: {_span(piece.rectangle)} is not stored exactly once"
             raise DamagedCheckpointError(what, where=str(folder))
     for name, entries in files.items():
         _read_file(folder / name, entries, check)

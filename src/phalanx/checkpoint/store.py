@@ -23,11 +23,14 @@ from phalanx.rundir import RunDir
 
 _Result = TypeVar("_Result")
 
+_UNTOLD = ("job.checkpoint.", "job.comm")
+"""Beginnings of the keys that do not touch what is computed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """What was loaded: a checkpoint taken after `step` steps, what the loop kept in `extra`, and what differs between
-    the plan that wrote it and this one ("job.optimizer.lr: 0.1 there, 0.2 here")."""
+    the plan that wrote it and this one ("job.optimizer.lr: 0.2 here, 0.1 there")."""
 
     path: Path
     step: int
@@ -95,7 +98,8 @@ def load(
     manifest, there = _together(comm, device, DamagedCheckpointError, lambda: _opened(path))
     _together(comm, device, CheckpointError, lambda: _check_fit(path, manifest, there, plan, pieces))
     _together(comm, device, DamagedCheckpointError, lambda: read_pieces(path, manifest, pieces, check=check))
-    return Loaded(path=path, step=manifest.step, extra=manifest.extra, changes=tuple(plan.differences(there)))
+    changes = tuple(change for change in plan.differences(there) if not change.startswith(_UNTOLD))
+    return Loaded(path=path, step=manifest.step, extra=manifest.extra, changes=changes)
 
 
 def _newest(

@@ -1,0 +1,69 @@
+"""When a run saves its state, and where it goes on from: the training loop's side of `checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.store import resume
+from phalanx.errors import CheckpointError, RunError
+from phalanx.rundir import RunDir
+from phalanx.trainer.engine import Engine
+from phalanx.trainer.state import state
+
+
+class Continuation:
+    """Saves the engine's state as `job.checkpoint` says; all ranks make the same calls. `say` speaks on rank 0 only."""
+
+    def __init__(self, engine: Engine, run_dir: RunDir, say: Callable[[str], None]) -> None:
+        self._engine, self._run_dir, self._say = engine, run_dir, say
+        self._job, self._world = engine.plan.job, engine.comm("world")
+        self._pieces = list(state(engine))
+        self._saver = Saver(run_dir, engine.plan, self._pieces, self._world, say=say, device=engine.device)
+        self._restored = 0
+
+    def restore(self) -> int:
+        """Load what `job.checkpoint.resume` asks for. Returns the number of steps that are done already.
+
+        Raises CheckpointError where going on would not continue that run: see `checkpoint.store.resume`.
+        """
+        engine, job = self._engine, self._job
+        how = job.checkpoint.resume
+        loaded = resume(self._run_dir, how, engine.plan, self._pieces, self._world, say=self._say, device=engine.device)
+        if loaded is None:
+            return 0
+        before, now = loaded.extra["num_samples"], loaded.step * job.global_batch
+        if before != now:
+            what = (
+                f"{before:,} samples were read in {loaded.step} steps; with this job.global_batch it would be {now:,}"
+            )
+            raise CheckpointError(what, where=str(loaded.path), instead="set job.global_batch as it was")
+        engine.optimizer.num_steps = loaded.extra["optimizer_steps"]
+        engine.publish()
+        self._restored = loaded.step
+        if loaded.step >= job.num_steps:
+            self._say(f"already at step {loaded.step} of {job.num_steps}: raise job.num_steps to train on")
+        return loaded.step
+
+    def after(self, step: int) -> None:
+        """After each step: save in the background if one is due, and complete a save whose files are written."""
+        every = self._job.checkpoint.every_steps
+        if every and step % every == 0 and step < self._job.num_steps:
+            self._save(step, background=True)
+        else:
+            self._saver.poll()
+
+    def finish(self, step: int) -> None:
+        """At the end of training: save the last state and wait until it is on the disk. Raises RunError if that failed:
+        there is no later save to try again."""
+        self._saver.wait()
+        if step == self._restored:
+            return
+        self._save(step, background=False)
+        if self._saver.last_step != step:
+            kept = f"the last one is of step {self._saver.last_step}" if self._saver.last_step else "there is none"
+            raise RunError(f"training is done, but its last state could not be saved; of this run's checkpoints {kept}")
+
+    def _save(self, step: int, *, background: bool) -> None:
+        extra = {"num_samples": step * self._job.global_batch, "optimizer_steps": self._engine.optimizer.num_steps}
+        self._saver.save(step, extra, background=background)
