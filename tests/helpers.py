@@ -32,7 +32,7 @@ torch.set_num_threads(1)  # a process with idle threads must not be forked
 _GRACE_S = 3.0
 
 
-class RankFailed(AssertionError):  # noqa: N818: it is what the test asserts
+class RankFailed(AssertionError):  # it is what the test asserts
     """A rank raised, died or did not end in time. `rank` is the first one, `cause` its exception if it had one."""
 
     def __init__(self, rank: int, text: str, cause: BaseException | None = None) -> None:
@@ -134,7 +134,7 @@ def _fork(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> tup
         os.close(read_end)
         try:
             answer = ("returned", function(rank, *args))
-        except BaseException as error:  # noqa: BLE001: all of it goes to the parent
+        except BaseException as error:  # noqa: BLE001  # all of it goes to the parent
             answer = ("raised", (_picklable(error), traceback.format_exc()))
         with os.fdopen(write_end, "wb") as pipe:
             pickle.dump(answer, pipe)
@@ -162,6 +162,6 @@ def _earlier(new: RankFailed, old: RankFailed) -> bool:
 def _picklable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001: whatever its __reduce__ or __init__ does
+    except Exception:  # noqa: BLE001  # whatever its __reduce__ or __init__ does
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

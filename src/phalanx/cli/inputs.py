@@ -21,6 +21,9 @@ from phalanx.spec.load import RunSpec, load
 if TYPE_CHECKING:
     from phalanx.planner.search import Search
 
+if TYPE_CHECKING:
+    from phalanx.data.source import Source
+
 
 def add_run(parser: argparse.ArgumentParser, *, plans: bool = False) -> None:
     """The run file (or a plan.json) and `--set`."""
@@ -53,12 +56,21 @@ def with_data(plan: Plan, *, quiet: bool = False) -> Plan:
     Raises DataError for data that is missing or damaged, that does not fit the model, or that is less than one batch.
     """
     from phalanx.data.build import ensure
+
+    prefix = ensure(plan.job.data, plan.model.vocab, Path("data"), Console(stderr=True, quiet=quiet)).absolute()
+    data = replace(plan.job.data, path=str(prefix), text=None)
+    plan = replace(plan, job=replace(plan.job, data=data))
+    source_of(plan)
+    return plan
+
+
+def source_of(plan: Plan) -> Source:
+    """The data of a plan that `with_data` returned. Raises DataError as that does."""
     from phalanx.data.source import Source
 
-    job, vocab = plan.job, plan.model.vocab
-    prefix = ensure(job.data, vocab, Path("data"), Console(stderr=True, quiet=quiet)).absolute()
-    Source(prefix, job.seq_len, job.seed, job.global_batch, vocab)
-    return replace(plan, job=replace(job, data=replace(job.data, path=str(prefix), text=None)))
+    job = plan.job
+    assert job.data.path is not None
+    return Source(Path(job.data.path), job.seq_len, job.seed, job.global_batch, plan.model.vocab)
 
 
 def _read(path: Path, overrides: Sequence[str], launched: Launched | None) -> Plan:

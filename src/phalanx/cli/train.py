@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.cli.inputs import add_run, plan_of, with_data
+from phalanx.cli.inputs import add_run, plan_of, source_of, with_data
 from phalanx.errors import InputError
 from phalanx.launch import environment, local
 from phalanx.plan.plan import Plan
@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     with run_dir.lock():
         plan.write(run_dir.plan)
         sys.stdout.write(f"{plan.layout}: {plan.layout.num_ranks} processes, run folder {run_dir.path}\n")
+        sys.stdout.write(f"data: {source_of(plan).describe(plan.job.num_steps)}\n")
         sys.stdout.flush()
         result = local.start(run_dir.plan, run_dir)
     if result.failure:

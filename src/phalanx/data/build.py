@@ -83,7 +83,7 @@ def ensure(data: DataSpec, vocab: int, where: Path, console: Console | None = No
         found = _read_manifest(folder)
         if found != wanted:
             if found is not None:
-                console.print(f"data: {data.text} has changed since {folder} was built ({_change(found, wanted)})")
+                _say(console, f"data: {data.text} has changed since {folder} was built ({_change(found, wanted)})")
             _build(files, wanted, folder, console)
     return folder / "tokens"
 
@@ -145,7 +145,7 @@ def _locked(path: Path, console: Console) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            console.print(f"data: waiting for another process that builds here ({path})")
+            _say(console, f"data: waiting for another process that builds here ({path})")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -159,7 +159,7 @@ def _check_tokenizer(path: Path, vocab: int, console: Console) -> None:
         what = f"the tokenizer has ids up to {largest:,}; the model's vocabulary is {vocab:,} ids"
         raise DataError(what, where=str(path), instead=f"model.vocab = {largest + 1} or more")
     if largest + 1 < vocab:
-        console.print(f"data: the tokenizer has {largest + 1:,} of the model's {vocab:,} ids; the others stay unused")
+        _say(console, f"data: the tokenizer has {largest + 1:,} of the model's {vocab:,} ids; the others stay unused")
 
 
 def _build(files: list[Path], manifest: Manifest, folder: Path, console: Console) -> None:
@@ -183,7 +183,7 @@ def _build(files: list[Path], manifest: Manifest, folder: Path, console: Console
     aside.rename(folder)
     _report(manifest, writer.num_tokens, tokenizer.get_vocab_size(), time.monotonic() - began, folder, console)
     if num_replaced:
-        console.print(f"data: {num_replaced:,} places of the text are not UTF-8; each was replaced by {REPLACEMENT}")
+        _say(console, f"data: {num_replaced:,} places of the text are not UTF-8; each was replaced by {REPLACEMENT}")
 
 
 def _report(
@@ -191,17 +191,21 @@ def _report(
 ) -> None:
     """What was built from what, how fast."""
     num_bytes = manifest.num_bytes
-    console.print(
+    _say(
+        console,
         f"data: {manifest.num_files:,} files of {manifest.text}, {num_bytes / 1e6:,.1f} MB → {num_tokens:,} tokens in"
         f" {folder} ({num_bytes / max(1, num_tokens):.2f} bytes per token, {num_bytes / 1e6 / seconds:.1f} MB/s)",
-        highlight=False,
-        soft_wrap=True,
     )
     if num_entries < manifest.vocab:
         unused = manifest.vocab - num_entries
-        console.print(
-            f"data: the text fills {num_entries:,} of {manifest.vocab:,} ids; the last {unused:,} stay unused"
+        _say(
+            console, f"data: the text fills {num_entries:,} of {manifest.vocab:,} ids; the last {unused:,} stay unused"
         )
+
+
+def _say(console: Console, line: str) -> None:
+    """One line as it is: paths may hold brackets, and terminals wrap."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:

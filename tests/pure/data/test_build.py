@@ -113,6 +113,12 @@ def test_changed_text_is_built_again_and_said(books: Path, change, words: str):
     assert (prefix.parent / "tokens.bin").read_bytes() != before
 
 
+def test_a_glob_with_brackets_is_said_as_it_is(books: Path):
+    said, text = Said(), f"{books}/[ad].txt"
+    ensure(DataSpec(text=text), VOCAB, books.parent / "data", said.console)
+    assert f"1 files of {text}" in str(said)
+
+
 def test_another_vocabulary_is_another_folder(books: Path):
     assert built(books, 300).parent != built(books, 310).parent
     assert Tokenizer.from_file(str(built(books, 310).with_name("tokenizer.json"))).get_vocab_size() <= 310
