@@ -111,11 +111,11 @@ def check_alone(num_ranks: int, devices_per_node: int, environ: Mapping[str, str
 def run_name(found: Launched, name: str, environ: Mapping[str, str] = os.environ) -> str:
     """A name for the run folder that every rank comes to without asking another.
 
-    Under Slurm it is the job's, so that a requeued job continues in its folder; under torchrun on one node, the time at
-    which torchrun started. Raises InputError where there is no such thing.
+    Under Slurm it is that of the job and its step, so that a requeued job continues in its folder; under torchrun on one
+    node, the time at which torchrun started. Raises InputError where there is no such thing.
     """
     if "SLURM_JOB_ID" in environ:
-        return f"{name}-slurm-{environ['SLURM_JOB_ID']}"
+        return f"{name}-slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', 'batch')}"
     if found.num_nodes > 1:
         raise InputError(
             "several nodes need to agree on a run folder", instead="give one that all of them reach with --run-dir"

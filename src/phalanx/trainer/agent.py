@@ -82,9 +82,11 @@ class Agent:
             if time.monotonic() >= next_copy:
                 next_copy += RING_COPY_S
                 self._copy_rings(self.live.values())
-            self._reap()
-            if not self.failed:
+            if not self.failed:  # from then on the report speaks
                 console.relay()
+            self._reap()
+        if not self.failed:
+            console.relay()
         del store
         self._tidy()
         if self.failed:
@@ -118,24 +120,9 @@ class Agent:
 
     def _spawn(self, rank: int, port: int) -> int:
         """Start one rank as a fresh process. Returns its process id."""
-        command = [
-            sys.executable,
-            "-m",
-            "phalanx.trainer.agent",
-            str(self.plan_path),
-            str(self.run_dir.path),
-            self.entry,
-        ]
-        command += [
-            "--parent",
-            str(os.getpid()),
-            "--attempt",
-            str(self.attempt),
-            "--rank",
-            str(rank),
-            "--port",
-            str(port),
-        ]
+        files = [str(self.plan_path), str(self.run_dir.path)]
+        command = [sys.executable, "-m", "phalanx.trainer.agent", *files, self.entry, "--attempt", str(self.attempt)]
+        command += ["--parent", str(os.getpid()), "--rank", str(rank), "--port", str(port)]
         return os.posix_spawn(sys.executable, command, os.environ, setpgroup=0)
 
     def become(self, rank: int, port: int, agent: int, entry: process.Entry) -> NoReturn:
@@ -224,10 +211,14 @@ class Agent:
                     log.write(outcome.error.traceback)
 
     def _copy_rings(self, ranks: Iterable[int]) -> None:
-        """Bring the last records of these ranks to where they survive the host."""
+        """Bring the last records of these ranks to where they survive the host. A full disk must not end a run here."""
         for rank in ranks:
-            with contextlib.suppress(FileNotFoundError):  # it has none yet, or has ended well and removed it
+            try:
                 copy_ring(ring_path(self.run_dir.path, rank), self.run_dir.ring(rank))
+            except FileNotFoundError:  # it has none yet, or has ended well and removed it
+                continue
+            except OSError as error:
+                sys.stderr.write(f"cannot keep the last records of rank {rank}: {error}\n")
 
     def _tidy(self) -> None:
         """Leave what `launch.supervise` needs, and nothing empty."""

@@ -97,7 +97,7 @@ def test_every_rank_comes_to_the_same_folder_name():
     one_node = Launched(by="torchrun", rank=0, local_rank=0, num_ranks=2, num_nodes=1)
     assert run_name(one_node, "tiny", {}) == run_name(one_node, "tiny", {})
     assert run_name(one_node, "tiny", {}).startswith("tiny-2")
-    assert run_name(one_node, "tiny", SRUN) == "tiny-slurm-77"
+    assert run_name(one_node, "tiny", SRUN) == "tiny-slurm-77.0"
     with pytest.raises(InputError, match="--run-dir"):
         run_name(Launched(by="torchrun", rank=0, local_rank=0, num_ranks=2, num_nodes=2), "tiny", {})
 
