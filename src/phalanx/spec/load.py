@@ -21,7 +21,7 @@ from phalanx.spec.cluster import ClusterSpec, Device
 from phalanx.spec.document import Document
 from phalanx.spec.job import PYTHON_STDLIB, CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.schema import Checker, Count, Hints, hints, required, shown, suggest
+from phalanx.spec.schema import Checker, Count, Hints, Whole, hints, required, shown, suggest
 
 
 class LayoutKeys(TypedDict, total=False):
@@ -34,7 +34,7 @@ class LayoutKeys(TypedDict, total=False):
     micro_batch: Count
     schedule: str
     virtual_stages: Count
-    stage_layers: tuple[Count, ...]
+    stage_layers: tuple[Whole, ...]
     zero: Literal[0, 1, 2, 3]
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]

@@ -31,7 +31,7 @@ _PARSERS: Mapping[str, Callable[[str], float]] = {
     "bytes": units.parse_bytes,
     "s": units.parse_seconds,
 }
-_EXAMPLES = {"bytes_per_s": "25 GB/s", "flops_per_s": "312 TFLOP/s", "bytes": "80 GiB", "s": "5 us"}
+_EXAMPLES = {"bytes_per_s": "25 GB/s", "flops_per_s": "312 TFLOP/s", "bytes": "80 GiB", "s": "30 s"}
 
 
 class _Wrong:
@@ -55,7 +55,7 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {name.replace("_", " "): getattr(self, name) for name in self.__slots__}
-        return " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound))
+        return " and ".join(f"{name} {bound:,.12g}" for name, bound in bounds.items() if math.isfinite(bound))
 
 
 Count = Annotated[int, Range(at_least=1)]
@@ -85,6 +85,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
     names = list(known)
     near = nearest(word, names)
     return (f"did you mean {near}? " if near else "") + f"known: {', '.join(names)}"
+
+
+def unit_of(name: str) -> str:
+    """The unit that a field's name ends in, or ""."""
+    return next((unit for unit in _PARSERS if name == unit or name.endswith(f"_{unit}")), "")
 
 
 def describe(hint: Any, unit: str = "") -> str:
@@ -150,8 +155,7 @@ class Checker:
         values = {}
         for name, raw in table.items():
             if name in known:
-                unit = next((unit for unit in _PARSERS if name == unit or name.endswith(f"_{unit}")), "")
-                values[name] = self.take(known[name], raw, (*key, name), unit)
+                values[name] = self.take(known[name], raw, (*key, name), unit_of(name))
             else:
                 self.unknown((*key, name), known)
         return {name: value for name, value in values.items() if value is not WRONG}
@@ -166,7 +170,7 @@ class Checker:
         """Note each of `names` that `table` lacks."""
         for name in names:
             if name not in table:
-                instead = f"write {name} = … in [{'.'.join(key)}]: {describe(hints(cls)[name])}"
+                instead = f"write {name} = … in [{'.'.join(key)}]: {describe(hints(cls)[name], unit_of(name))}"
                 self.problem(key, f"missing key {'.'.join((*key, name))}", instead)
 
     def take(self, hint: Any, raw: Any, key: Key, unit: str = "", whole: Any = None) -> Any:

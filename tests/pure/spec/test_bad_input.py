@@ -70,8 +70,8 @@ TABLE = [
     ("tensor = 2", "tensor = 2.0", 14, "layout.tensor = 2.0", "a whole number", "write 2"),
     ("tensor = 2", "tensor = true", 14, "layout.tensor = true", "a whole number"),
     ("tensor = 2", "tensor = [2]", 14, "layout.tensor = [2]", "a whole number"),
-    ("tensor = 2", "stage_layers = 4", 14, "layout.stage_layers = 4", "a list, each a whole number, at least 1"),
-    ("tensor = 2", "stage_layers = [2, 0]", 14, "layout.stage_layers = 0", "at least 1"),
+    ("tensor = 2", "stage_layers = 4", 14, "layout.stage_layers = 4", "a list, each a whole number, at least 0"),
+    ("tensor = 2", "stage_layers = [2, -1]", 14, "layout.stage_layers = -1", "at least 0"),
     ("tensor = 2", "sequence_parallel = 1", 14, "layout.sequence_parallel = 1", "true or false"),
     ("lr = 1e-3", "betas = [0.9]", 10, "optimizer.betas = [0.9]", "a list of 2"),
     ("lr = 1e-3", 'lr = "1e-3"', 10, 'optimizer.lr = "1e-3"', "a finite number, above 0", "without quotes"),
@@ -95,7 +95,7 @@ TABLE = [
     ("seq_len = 32", 'seq_len = 32\nprecision = "int8"', 8, '"int8"', 'one of "fp32", "bf16", "fp64"'),
     ("tensor = 2", "zero = 4", 14, "layout.zero = 4", "one of 0, 1, 2, 3"),
     ("tensor = 2", "zero = true", 14, "layout.zero = true", "one of 0, 1, 2, 3"),
-    ('comm = "auto"', "comm_timeout_s = 0", 16, "launch.comm_timeout_s = 0", "above 0", '"5 us"'),
+    ('comm = "auto"', "comm_timeout_s = 0", 16, "launch.comm_timeout_s = 0", "above 0", '"30 s"'),
     ('comm = "auto"', 'comm_timeout_s = "30"', 16, '"30" has no unit', "s, min, h"),
     ("tensor = 2", 'bucket_bytes = "16 mb"', 14, 'unknown unit "mb"', "MB", "MiB"),
     # sizes that do not go together
@@ -121,7 +121,7 @@ TABLE = [
     ),
     ('name = "tiny"', 'name = "llama-3.1-8b"\nrope_scaling.kind = "yarn"', 3, '"yarn"', 'one of "linear", "llama3"'),
     # clusters
-    ('name = "laptop"', 'name = "laptop"\ndevice.memory_bytes = 80', 5, "memory_bytes = 80", '"80 GiB"', "1.04858e+06"),
+    ('name = "laptop"', 'name = "laptop"\ndevice.memory_bytes = 80', 5, "memory_bytes = 80", '"80 GiB"', "1,048,576"),
     ('name = "laptop"', 'name = "laptop"\ndevice.memory_bytes = "80"', 5, '"80" has no unit', "GiB"),
     ('name = "laptop"', 'name = "laptop"\nintra_node.bytes_per_s = 25', 5, "bytes_per_s = 25", '"25 GB/s"'),
     ('name = "laptop"', 'name = "laptop"\ndevice.flops_per_s.fp8 = 312', 5, "fp8 = 312", '"312 TFLOP/s"'),
