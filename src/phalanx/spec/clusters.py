@@ -72,10 +72,10 @@ def with_device(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_base(run: Document, num_devices: int) -> Document:
-    """`run` with what its [cluster] names (a known cluster, a file, or, if there is no such table, this machine with
-    `num_devices` devices) laid under the keys given there. Raises SpecError for a cluster or file that is not found."""
-    given = run.table.get("cluster", {"name": LOCAL})
-    name, file = given.get("name"), given.get("file")
+    """`run` with what its [cluster] names (a known cluster or a file; else this machine with `num_devices` devices,
+    unless it describes another) laid under the keys given there. Raises SpecError for one that is not found."""
+    given = run.table.get("cluster", {})
+    name, file = given.get("name", LOCAL if _is_local(given) else None), given.get("file")
     known = name in names()
     if file:
         if known:
@@ -94,6 +94,13 @@ def with_base(run: Document, num_devices: int) -> Document:
         below.pop("device", None)  # another device: nothing of the base's stays
     upper = {**run.table, "cluster": with_device(given)}
     return Document(table=upper, places=run.places).over(Document(table=below, places=base.places).below("cluster"))
+
+
+def _is_local(given: Mapping[str, Any]) -> bool:
+    """Whether a [cluster] without a name means this machine: it gives at most the number of devices, and single figures
+    of one."""
+    device = given.get("device", {})
+    return set(given) <= {"devices_per_node", "device"} and isinstance(device, Mapping) and "flops_per_s" not in device
 
 
 def build(check: Checker, table: Mapping[str, Any], key: Key) -> ClusterSpec | None:

@@ -201,6 +201,14 @@ def test_own_sizes_half_given(tmp_path):
     assert [problem.what for problem in problems(path)] == ["missing key model.num_heads", "missing key model.vocab"]
 
 
+def test_own_numbers_half_given(tmp_path):
+    """Nothing of this machine is put in place of what is missing of another."""
+    path = write(tmp_path, GOOD.replace('name = "laptop"', 'num_nodes = 2\ndevice = "H200-SXM"'))
+    assert [problem.what for problem in problems(path)] == [
+        f"missing key cluster.{name}" for name in ("devices_per_node", "intra_node", "inter_node")
+    ]
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -232,6 +232,12 @@ class TestCluster:
         cluster = self.build(tmp_path, f"[layout]\n{layout}")
         assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("local", 1, devices)
 
+    def test_this_machine_with_less_memory(self, tmp_path):
+        path = write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[layout]\ntensor = 2\ndata = 4\n')
+        cluster = load.load(path, ['cluster.device.memory_bytes="40 MiB"']).cluster
+        assert (cluster.name, cluster.num_devices, cluster.device.memory_bytes) == ("local", 8, 40 * 2**20)
+        assert load.load(path, ["cluster.devices_per_node=16"]).cluster.num_devices == 16
+
     def test_this_machine_by_name_with_more_devices(self, tmp_path):
         cluster = self.build(tmp_path, '[cluster]\nname = "local"\ndevices_per_node = 3')
         assert (cluster.name, cluster.devices_per_node) == ("local", 3)
