@@ -17,6 +17,12 @@ from phalanx.spec.model import ModelSpec
 _FREE = {"name", "init_std", "dropout", "attention_dropout"}
 
 
+def parameters(plan: Plan) -> Mapping[str, Parameter]:
+    """All global tensors of the model, by name: those that one rank alone would hold."""
+    buffers = rank_buffers(plan.model, Layout(), Coord(), plan.job.seq_len)
+    return {piece.parameter.name: piece.parameter for buffer in buffers for piece in buffer.pieces}
+
+
 def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
     """Raises CheckpointError, with the first difference, if the checkpoint's model is another one."""
     for field in fields(ModelSpec):
@@ -29,18 +35,18 @@ def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
 def check_tensors(manifest: Manifest, plan: Plan, pieces: Iterable[Piece], where: str) -> None:
     """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
     dtypes = {piece.kind: DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
-    parameters = _parameters(plan)
+    expected = parameters(plan)
     stored: dict[tuple[str, str], Stored] = {(entry.kind, entry.name): entry for entry in manifest.tensors}
     kinds = {kind for kind, _ in stored}
     problems = []
     for kind, dtype in dtypes.items():
         if kind not in kinds:
-            problems.append(f"missing: {kind} of all {len(parameters)} tensors")
+            problems.append(f"missing: {kind} of all {len(expected)} tensors")
             continue
-        for name, parameter in parameters.items():
+        for name, parameter in expected.items():
             problems += _differences(kind, parameter, dtype, stored.get((kind, name)))
     for kind, name in stored:
-        if kind not in dtypes or name not in parameters:
+        if kind not in dtypes or name not in expected:
             problems.append(f"unexpected: {kind} of {name}, which this run does not have")
     if problems:
         raise CheckpointError([Problem(what=problem, where=where) for problem in problems])
@@ -56,9 +62,3 @@ def _differences(kind: str, parameter: Parameter, dtype: str, entry: Stored | No
     if entry.dtype != dtype:
         found.append(f"wrong type: {name} is {entry.dtype} in the checkpoint and {dtype} here (job.precision)")
     return found
-
-
-def _parameters(plan: Plan) -> Mapping[str, Parameter]:
-    """All global tensors of the model, by name: those that one rank alone would hold."""
-    buffers = rank_buffers(plan.model, Layout(), Coord(), plan.job.seq_len)
-    return {piece.parameter.name: piece.parameter for buffer in buffers for piece in buffer.pieces}

@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.checkpoint.disk import sync_folder
 from phalanx.checkpoint.manifest import MANIFEST, PLAN, Manifest, Stored, StoredFile
+from phalanx.checkpoint.match import parameters
 from phalanx.checkpoint.tensor_file import Piece, write_tensors
 from phalanx.plan.plan import Plan
 
@@ -41,7 +42,7 @@ def publish(aside: Path, target: Path, plan: Plan, step: int, extra: Mapping[str
     for part in parts:
         files |= part.files
     manifest = _manifest(step, extra, files, [entry for part in parts for entry in part.tensors])
-    _assert_complete(manifest.tensors)
+    _assert_complete(manifest.tensors, plan)
     manifest.write(aside / MANIFEST)
     for rank in range(num_ranks):
         (aside / _part(rank)).unlink()
@@ -51,14 +52,15 @@ def publish(aside: Path, target: Path, plan: Plan, step: int, extra: Mapping[str
     return manifest
 
 
-def _assert_complete(tensors: Sequence[Stored]) -> None:
+def _assert_complete(tensors: Sequence[Stored], plan: Plan) -> None:
     """Each element of each tensor has one owner: anything else is our mistake, and must not become a checkpoint."""
     counts: dict[tuple[str, str], int] = {}
     for entry in tensors:
         counts[entry.kind, entry.name] = counts.get((entry.kind, entry.name), 0) + entry.rectangle.num_elements
-    for entry in tensors:
-        have, need = counts[entry.kind, entry.name], math.prod(entry.shape)
-        assert have == need, f"{have} of {need} elements of {entry.kind} of {entry.name} have an owner"
+    for kind in dict.fromkeys(entry.kind for entry in tensors):
+        for name, parameter in parameters(plan).items():
+            have, need = counts.get((kind, name), 0), math.prod(parameter.shape)
+            assert have == need, f"{have} of {need} elements of {kind} of {name} have an owner"
 
 
 def _manifest(
