@@ -21,12 +21,12 @@ from phalanx.spec.model import ModelSpec
 
 GIB = 2**30
 
-# Sites whose network differs from the vendor's system: bytes/s per device, cards per node, share reached.
+# Sites whose network differs from the vendor's: bytes/s per device, cards per node, share reached, seconds per message.
 SITES = {
-    "bigscience": (6.25e9, 4, 0.9),  # Jean Zay: four 100 Gb/s Omni-Path links for 8 devices (BLOOM model card)
-    "mt_nlg": (25e9, 8, 0.96),  # Selene: one HDR card per device (arXiv 2201.11990)
-    "dgxc": (50e9, 8, 0.94),
-    "playbook": (50e9, 8, 0.74),  # EFA: 0.74 of the wire at the plateau (hardware.json, 4 nodes with EFA)
+    "bigscience": (6.25e9, 4, 0.9, 4e-6),  # Jean Zay: four 100 Gb/s Omni-Path links for 8 devices (BLOOM model card)
+    "mt_nlg": (25e9, 8, 0.96, 4e-6),  # Selene: one HDR card per device (arXiv 2201.11990)
+    "dgxc": (50e9, 8, 0.94, 4e-6),
+    "playbook": (50e9, 8, 0.74, 14e-6),  # EFA (hardware.json: 0.74 of the wire; NCCL Simple hop)
 }
 
 GPUS = (
@@ -58,7 +58,7 @@ ENGINES = (
     ("fsdp", "fsdp"),
     ("megatron", "megatron-2021"),
 )
-BY_SOURCE = {"seqsel_t5": "megatron-2022"}
+BY_SOURCE = {"seqsel_t5": "megatron-2022", "mt_nlg_530b": "deepspeed-pipeline"}
 
 
 class Skip(Exception):
@@ -190,8 +190,8 @@ def _cluster(raw: dict[str, Any], source: str, num_devices: int) -> ClusterSpec:
     site = next((value for key, value in SITES.items() if source.startswith(key)), None)
     printed = re.search(r"([\d.]+) *Gbps per node", str(raw.get("inter_bw") or ""))
     if site:
-        rate, cards, efficiency = site
-        inter = replace(cluster.inter_node, bytes_per_s=rate, efficiency=efficiency)
+        rate, cards, efficiency, latency_s = site
+        inter = replace(cluster.inter_node, bytes_per_s=rate, efficiency=efficiency, latency_s=latency_s)
         return replace(cluster, inter_node=inter, nics_per_node=cards)
     if printed:
         rate = float(printed.group(1)) * 1e9 / 8 / per_node

@@ -11,7 +11,7 @@ on this rank, f feed-forward width on this rank, V padded vocabulary on this ran
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -96,7 +96,8 @@ class Kernels:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """One rank's share of one micro-batch. `tokens` inside a half-block, `rows` between half-blocks (fewer under
-    sequence parallelism); `element` bytes of the compute precision, `statistic` of norms and softmax."""
+    sequence parallelism); `element` bytes of the compute precision, `statistic` of norms and softmax;
+    `eight_bit`: whether linear layers multiply in 8 bits."""
 
     micro_batch: Size
     queries: Size
@@ -111,6 +112,7 @@ class Cut:
     head_dim: int
     element: int
     statistic: int
+    eight_bit: bool = False
 
     @property
     def q(self) -> Size:
@@ -123,7 +125,7 @@ class Cut:
         return self.kv_heads * self.head_dim
 
 
-def cut(model: ModelSpec, seq_len: int, layout: Any, element: int) -> Cut:
+def cut(model: ModelSpec, seq_len: int, layout: Any, element: int, *, eight_bit: bool = False) -> Cut:
     """One rank's share under `layout` (a Layout, or anything with arrays for its fields)."""
     tensor, queries = layout.tensor, seq_len // layout.context
     tokens = layout.micro_batch * queries
@@ -144,6 +146,7 @@ def cut(model: ModelSpec, seq_len: int, layout: Any, element: int) -> Cut:
         head_dim=model.head_dim,
         element=element,
         statistic=max(4, element),
+        eight_bit=eight_bit,
     )
 
 
@@ -159,9 +162,15 @@ def linear(name: str, tokens: Size, inputs: Size, outputs: Size, cut: Cut, kerne
     weight_gradient = [product(" weight gradient", outputs, inputs, tokens, into if kernels.fused_sum else e)]
     if not kernels.fused_sum:
         weight_gradient.append(Operation(name=f"{name} sum", kind="elementwise", bytes=weights * (e + into)))
+    forward = [product("", tokens, outputs, inputs, e)]
+    input_gradient = [product(" input gradient", tokens, inputs, outputs, e)]
+    if cut.eight_bit:  # read in 16 bits, written in 8, as is and transposed
+        forward.insert(0, Operation(name=f"{name} cast", kind="elementwise", bytes=(e + 2) * tokens * inputs))
+        cast = Operation(name=f"{name} gradient cast", kind="elementwise", bytes=(e + 2) * tokens * outputs)
+        input_gradient.insert(0, cast)
     return Block(
-        forward=(product("", tokens, outputs, inputs, e),),
-        input_gradient=(product(" input gradient", tokens, inputs, outputs, e),),
+        forward=tuple(forward),
+        input_gradient=tuple(input_gradient),
         weight_gradient=tuple(weight_gradient),
         kept=(),
     )
@@ -294,11 +303,11 @@ def embedding(model: ModelSpec, cut: Cut) -> Block:
 def head(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """Final norm, logits and loss. The loss reads logits for maximum, exponential sum and gradient, in `statistic`
     precision, and writes the gradient back."""
-    logits = cut.tokens * cut.vocab
+    logits, wide = cut.tokens * cut.vocab, replace(cut, eight_bit=False)
     return join(
         (
             norm("final norm", model, cut),
-            linear("logits", cut.tokens, cut.hidden, cut.vocab, cut, kernels),
+            linear("logits", cut.tokens, cut.hidden, cut.vocab, wide, kernels),
             elementwise("loss", 2 * logits * cut.statistic, 2 * logits * cut.statistic),
         )
     )

@@ -18,6 +18,10 @@ Seconds: TypeAlias = Any
 # Speeds after CUTLASS's own profiler tables; a library picks the best of them per shape.
 SMALLER_TILES = ((1.0, 1.0, 1.0), (1.0, 0.5, 0.95), (0.5, 0.5, 0.8))
 
+ALIGNMENT = 8
+"""Elements: 16 bytes of 16-bit numbers (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core
+Requirements")."""
+
 # fp16 runs at bf16's rate on every device that has both.
 ALIASES = {"fp16": "bf16"}
 
@@ -52,6 +56,11 @@ def wave_quantisation(operation: Operation, device: Device) -> Any:
     return best
 
 
+def _aligned(operation: Operation) -> Any:
+    """Whether the inner dimensions are multiples of ALIGNMENT, as matrix units need; others run on vector units."""
+    return (operation.n % ALIGNMENT == 0) & (operation.k % ALIGNMENT == 0)
+
+
 def operation_s(
     operation: Operation, device: Device, peak: float, engine: Engine, *, backward: bool = False
 ) -> Seconds:
@@ -60,9 +69,10 @@ def operation_s(
     if operation.kind == "elementwise":
         return operation.count * np.maximum(memory_s * engine.elementwise_passes, device.kernel_s)
     if operation.kind == "attention":
-        rate = peak * device.attention_efficiency[backward] * engine.matmul_factor
+        rate = peak * device.attention_efficiency[backward] * engine.attention_factor * engine.matmul_factor
         return np.maximum(operation.flops / rate, memory_s) + device.kernel_s
     depth = operation.k / (operation.k + device.matmul_half_depth)
+    peak = np.where(_aligned(operation), peak, min(peak, device.flops_per_s.get("fp32", peak)))
     rate = peak * device.matmul_efficiency * engine.matmul_factor * depth
     arithmetic_s = operation.flops * wave_quantisation(operation, device) / rate
     return operation.count * (np.maximum(arithmetic_s, memory_s) + device.kernel_s)
@@ -73,14 +83,14 @@ def total_s(
 ) -> Seconds:
     """Seconds of operations one after another."""
     peak = peak_flops(device, precision)
+    core = peak_flops(device, "bf16") if precision == "fp8" else peak
     seconds: Seconds = 0.0
     for operation in operations:
-        seconds = seconds + operation_s(operation, device, peak, engine, backward=backward)
+        rate = core if operation.kind == "attention" else peak
+        seconds = seconds + operation_s(operation, device, rate, engine, backward=backward)
     return seconds
 
 
-def optimizer_s(num_parameters: Any, state_bytes: float, device: Device) -> Seconds:
-    """AdamW over `num_parameters` elements of which gradient, master and moments are read and written once, and the
-    norm reads the gradient once more: bytes over bandwidth."""
-    moved = num_parameters * (2.0 * state_bytes + 4.0)
-    return moved / (device.memory_bytes_per_s * device.memory_efficiency)
+def optimizer_s(num_parameters: Any, engine: Engine, device: Device) -> Seconds:
+    """The optimizer over `num_parameters` elements: bytes over bandwidth."""
+    return num_parameters * engine.optimizer_bytes / (device.memory_bytes_per_s * device.memory_efficiency)

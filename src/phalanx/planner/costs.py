@@ -19,6 +19,9 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
 
+OVERLAP_TAX = 0.13
+"""Messages beside compute take cores and bandwidth from it: 1.13 × in Galvatron's sample profile (formulas.md, 8)."""
+
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an activation: matrix products in fp8 still read and write 16-bit tensors between them."""
 
@@ -76,7 +79,7 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
 
 
 def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
-    cut = operations.cut(model, job.seq_len, layouts, ELEMENT_BYTES[job.precision])
+    cut = operations.cut(model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=job.precision == "fp8")
     layer = operations.layer(model, cut, engine.kernels)
     places = network.placements(cluster, layouts)
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
@@ -132,7 +135,9 @@ class _Pricer:
         return compute.total_s(work, self.device, self.precision, self.engine, backward=backward)
 
     def plain(self, work: tuple[operations.Operation, ...], tensor_s: Any) -> Pass:
-        compute_s = self.seconds(work)
+        """Embedding and head, which stay in 16 bits where layers multiply in 8."""
+        precision = "bf16" if self.precision == "fp8" else self.precision
+        compute_s = compute.total_s(work, self.device, precision, self.engine)
         total_s = compute_s + tensor_s
         return Pass(compute_s=compute_s, tensor_s=tensor_s, recompute_s=0.0 * total_s, total_s=total_s)
 
@@ -145,9 +150,7 @@ class _Pricer:
         backward_s = self.seconds(block.input_gradient, backward=True) + self.seconds(block.weight_gradient)
         ring_f, ring_b = self._ring(block, context)
         forward_tensor = self.messages(2, 2) * exposed + ring_f
-        again = 0 if self.engine.kernels.keep_gathered else 2
-        hidden = np.where(self.layouts.sequence_parallel, self._behind(block, again * self.gather), 0.0)
-        backward_tensor = self.messages(2, 2) * exposed + hidden + ring_b
+        backward_tensor = self._backward_tensor(block) + ring_b
         recompute = self.layouts.recompute
         full, selective = recompute == memory.FULL, recompute == memory.SELECTIVE
         repeated = np.where(full, forward_s, np.where(selective, core_s, 0.0))
@@ -168,11 +171,27 @@ class _Pricer:
         )
         return forward, backward
 
-    def _behind(self, block: Block, message_s: Any) -> Any:
-        """What is left of a message that runs beside the input gradients of the two cut linear layers."""
-        names = ("qkv input gradient", "up input gradient")
-        beside = self.seconds(tuple(op for op in block.input_gradient if op.name in names))
-        return np.maximum(0.0, message_s - beside)
+    def _backward_tensor(self, block: Block) -> Any:
+        """Waiting for the tensor axis in a layer's backward. The gradient of the input of qkv and of up is summed beside
+        their own weight gradient, if the engine does that; with the sequence cut, gradients into out and down are
+        gathered in the open, and inputs gathered again beside the input gradients."""
+        gather_exposed = self.gather * (1.0 - self.engine.tensor_overlap)
+        sums = np.where(self.layouts.sequence_parallel, self.gather, self.all_reduce)
+        again = 0.0 if self.engine.kernels.keep_gathered else 1.0
+        waiting: Any = 0.0
+        for name in ("qkv", "up"):
+            weight = self.seconds(tuple(op for op in block.weight_gradient if op.name == f"{name} weight gradient"))
+            inputs = self.seconds(tuple(op for op in block.input_gradient if op.name == f"{name} input gradient"))
+            alone = sums * (1.0 - self.engine.tensor_overlap)
+            waiting = waiting + (self._behind(sums, weight) if self.engine.async_gradients else alone)
+            gathered = gather_exposed + again * self._behind(self.gather, inputs)
+            waiting = waiting + np.where(self.layouts.sequence_parallel, gathered, 0.0)
+        return waiting
+
+    @staticmethod
+    def _behind(message_s: Any, beside_s: Any) -> Any:
+        """What a message costs that runs beside compute: what it takes longer, and at least its tax on that compute."""
+        return np.maximum(OVERLAP_TAX * message_s, message_s - beside_s)
 
     def _ring(self, block: Block, context: network.Placement) -> tuple[Any, Any]:
         """Ring attention: keys and values go round while the core works; what the core does not hide is exposed."""

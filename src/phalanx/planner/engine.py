@@ -36,15 +36,19 @@ class States:
 class Engine:
     """One training system.
 
-    Time: `factor` multiplies the whole step (the one number that may be fitted to an engine's published runs);
-    `matmul_factor` scales the device's matrix efficiency (clocks and power under sustained load);
-    `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels;
+    Time: `factor` multiplies the whole step (the one number that may be fitted to an engine's published runs).
+    `matmul_factor` scales the device's matrix efficiency, `attention_factor` that of its attention kernel (older
+    kernels); `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels.
     `host_layer_s` is what the host needs to issue one layer's forward (backward takes `host_backward` times that),
-    `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides. `tensor_overlap` is the share
-    of tensor-axis messages hidden behind compute; `blocking_transfers` the share of transfers between stages that
-    compute waits for, `scatter_boundary` whether only 1 / tensor of an activation is sent and gathered again inside the
-    node; `data_overlap` the share of the last backward in which gradient messages may hide, `gather_overlap` that of
-    the first forward for new parameters; `reduce_bytes` per gradient element sent.
+    `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides.
+
+    Messages: `tensor_overlap` is the share of tensor-axis messages hidden behind compute, `async_gradients` whether
+    sums of input gradients run beside the weight gradients; `blocking_transfers` the share of transfers between stages
+    that compute waits for, `scatter_boundary` whether only 1 / tensor of an activation is sent and gathered again
+    inside the node; `data_overlap` the share of the last backward in which gradient messages may hide, `gather_overlap`
+    that of the first forward for new parameters; `reduce_bytes` per gradient element sent; `shard_messages` per layer
+    in which ZeRO 1 and 2 move gradients and parameters (0: buckets of the layout's size); `optimizer_bytes` per
+    parameter read and written by the optimizer with norm, clipping and casts.
 
     Memory: `states` by precision; `head_rows` tokens whose logits exist at a time (0: all), `loss_bytes` bytes per
     logit at the peak; `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to
@@ -58,17 +62,21 @@ class Engine:
     balance: Literal["cost", "layers", "blocks"] = "layers"
     factor: float = 1.0
     matmul_factor: float = 1.0
+    attention_factor: float = 1.0
     elementwise_passes: float = 1.0
     host_layer_s: float = 0.0
     host_backward: float = 1.0
     host_micro_batch_s: float = 0.0
     host_step_s: float = 0.0
     tensor_overlap: float = 0.0
+    async_gradients: bool = True
     blocking_transfers: float = 0.0
     scatter_boundary: bool = False
     data_overlap: float = 0.0
     gather_overlap: float = 0.0
     reduce_bytes: float = 4.0
+    shard_messages: int = 0
+    optimizer_bytes: float = 40.0
     states: dict[str, States] = field(default_factory=dict)
     head_rows: int = 0
     loss_bytes: float = 8.0

@@ -99,7 +99,15 @@ def _group(
     pipeline_s = timeline.bound(name, times, places, num_micro_batches)
     forward_s, backward_s = times.forward_s[:, places], times.backward_s[:, places]
     tail = data_axis.tail(
-        cluster, engine, job.precision, layouts, held, num_micro_batches, backward_s.sum(1), forward_s.sum(1)
+        cluster,
+        engine,
+        job.precision,
+        layouts,
+        held,
+        layers.sum(0),
+        num_micro_batches,
+        backward_s.sum(1),
+        forward_s.sum(1),
     )
     # A later coordinate ends its last backward earlier than the first: that much of its tail costs nothing.
     slack = np.cumsum(backward_s[:, 0], 1) - backward_s[:, 0] + np.arange(pipeline) * times.transfer_s[:, None]
