@@ -68,6 +68,21 @@ UNUSUAL = {
     "uneven stages": (tiny_model(num_layers=5), Layout(pipeline=4, stage_layers=(2, 0, 2, 1))),
     "ends without layers": (tiny_model("gpt2"), Layout(pipeline=4, data=2, zero=1, stage_layers=(0, 2, 2, 0))),
     "gpipe": (tiny_model(tied=True), Layout(pipeline=2, data=2, schedule="gpipe")),
+    "interleaved": (
+        tiny_model("gpt2", num_layers=6),
+        Layout(pipeline=2, data=2, zero=1, virtual_stages=3, schedule="interleaved-1f1b"),
+    ),
+    "interleaved, tensor": (
+        tiny_model(),
+        Layout(pipeline=2, tensor=2, sequence_parallel=True, virtual_stages=2, schedule="interleaved-1f1b"),
+    ),
+    "breadth-first": (tiny_model(), Layout(pipeline=2, data=2, virtual_stages=2, schedule="breadth-first")),
+    "zb-h1": (tiny_model("gpt2"), Layout(pipeline=4, data=2, zero=1, schedule="zb-h1")),
+    "zb-v": (tiny_model(tied=True), Layout(pipeline=2, tensor=2, virtual_stages=2, schedule="zb-v")),
+    "dualpipe-v": (
+        tiny_model("gpt2", num_layers=8),
+        Layout(pipeline=4, data=2, zero=1, virtual_stages=2, schedule="dualpipe-v"),
+    ),
     "one micro-batch": (tiny_model(), Layout(pipeline=2, tensor=2, micro_batch=8)),
     "small buckets": (tiny_model(), Layout(data=2, zero=1, bucket_bytes=1)),
     "odd sizes": (

@@ -191,18 +191,6 @@ LIMITS = (
         what="the trainer does not recompute activations",
         instead='recompute = "none", and a smaller micro_batch where memory is short',
     ),
-    Limit(
-        key="virtual_stages",
-        beyond=lambda layout: layout.virtual_stages > 1,
-        what="the trainer runs one stage per pipeline rank",
-        instead="virtual_stages = 1",
-    ),
-    Limit(
-        key="schedule",
-        beyond=lambda layout: layout.schedule not in ("gpipe", "1f1b"),
-        what="the trainer does not run this schedule",
-        instead='schedule = "1f1b" or "gpipe"',
-    ),
 )
 """Each line goes when the trainer can do it."""
 

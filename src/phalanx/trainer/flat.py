@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from phalanx.plan.shards import Buffer
+from phalanx.plan.shards import Buffer, Leaf
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -17,12 +18,24 @@ def accumulation_dtype(compute: torch.dtype) -> torch.dtype:
     return torch.promote_types(compute, torch.float32)
 
 
+Products: TypeAlias = "list[tuple[Weight, Tensor, Tensor]]"
+
+
+@dataclass(slots=True)
+class Postponed:
+    """Weight gradients of a buffer that are to be computed later. While `products` is a list, products go there as
+    (weight, output gradient, inputs) instead of being computed; None computes them at once."""
+
+    products: Products | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Views of one leaf: its value, and where its gradient is accumulated."""
+    """Views of one leaf: its value, and where its gradient is accumulated; `postponed` is its buffer's."""
 
     value: Tensor
     grad: Tensor
+    postponed: Postponed = field(default_factory=Postponed)
 
 
 class FlatBuffer:
@@ -36,12 +49,12 @@ class FlatBuffer:
         self.layout = layout
         self.parameters = torch.zeros(layout.num_elements, dtype=compute, device=device)
         self.gradients = torch.zeros(layout.num_elements, dtype=accumulation_dtype(compute), device=device)
-        self.weights = {
-            leaf.name: Weight(
-                _view(self.parameters, leaf.offset, leaf.shape), _view(self.gradients, leaf.offset, leaf.shape)
-            )
-            for leaf in layout.leaves
-        }
+        self.postponed = Postponed()
+        self.weights = {leaf.name: self._weight(leaf) for leaf in layout.leaves}
+
+    def _weight(self, leaf: Leaf) -> Weight:
+        value, grad = (_view(flat, leaf.offset, leaf.shape) for flat in (self.parameters, self.gradients))
+        return Weight(value, grad, self.postponed)
 
 
 def _view(flat: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
@@ -54,6 +67,9 @@ def add_product(weight: Weight, output_grad: Tensor, inputs: Tensor) -> None:
     `output_grad` [tokens, rows], `inputs` [tokens, columns]. In bf16 one micro-batch's product is rounded once, the sum
     over micro-batches is kept in fp32.
     """
+    if weight.postponed.products is not None:
+        weight.postponed.products.append((weight, output_grad, inputs))
+        return
     if weight.grad.dtype == inputs.dtype:
         weight.grad.addmm_(output_grad.t(), inputs)
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.plan.shards import Leaf, Piece
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
-from phalanx.trainer.flat import FlatBuffer, Weight
+from phalanx.trainer.flat import FlatBuffer, Products, Weight
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 OnFinal = Callable[[FlatBuffer], None]
@@ -221,6 +221,19 @@ class Stage:
                 activations.register_hook(_announce(on_final, block.buffer))
             activations = block(activations, batch)
         return activations
+
+    def postpone(self) -> None:
+        """From now on, keep what weight gradients need instead of computing them."""
+        for block in self.blocks:
+            block.buffer.postponed.products = []
+
+    def postponed(self) -> Products:
+        """End `postpone`, and hand over what was kept, in the order of backward."""
+        products: Products = []
+        for block in reversed(self.blocks):
+            products += block.buffer.postponed.products or []
+            block.buffer.postponed.products = None
+        return products
 
     @property
     def final_at_end(self) -> tuple[FlatBuffer, ...]:

@@ -15,7 +15,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.plan.comm import Comm, Work
 from phalanx.plan.schedule import FORWARD_CHANNEL, Action, Schedule, Transfer
-from phalanx.trainer.flat import FlatBuffer
+from phalanx.plan.walk import receive_points
+from phalanx.trainer.flat import FlatBuffer, Products, add_product
 from phalanx.trainer.model import MicroBatch, Stage
 
 OnAction = Callable[[Action], None]
@@ -40,6 +41,7 @@ class _Step:
     receiving: dict[Transfer, tuple[Tensor, Work]] = field(default_factory=dict)
     sending: dict[tuple[int, int], tuple[Work, Tensor]] = field(default_factory=dict)
     local: dict[Transfer, Tensor] = field(default_factory=dict)
+    postponed: dict[tuple[int, int], Products] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -61,6 +63,7 @@ class Pipeline:
         self.actions = schedule.actions[comm.index]
         self.last_to_add = schedule.last_to_add(comm.index)
         self.needs = [schedule.needs(comm.index, action) for action in self.actions]
+        self.receives = (*receive_points(schedule)[comm.index], ())
 
     def run(self, batches: Sequence[MicroBatch], on_final: Callable[[FlatBuffer], None]) -> Tensor:
         """All actions of one step. Gradients end up in the flat buffers; `on_final(buffer)` is called once per buffer,
@@ -72,18 +75,21 @@ class Pipeline:
             self._receive_ahead(step, index)
             if action.kind == "forward":
                 self._forward(step, action, self.needs[index])
+            elif action.kind == "weight_gradient":
+                self._weights(step, action)
             else:
                 self._backward(step, action, self.needs[index])
         for work, _ in step.sending.values():
             work.wait()
-        assert not step.kept and not step.receiving and not step.local, "the schedule left something undone"
+        assert not (step.kept or step.receiving or step.local or step.postponed), "the schedule left something undone"
         return step.loss
 
     def _forward(self, step: _Step, action: Action, need: Transfer | None) -> None:
         stage, batch = self.stages[action.chunk], step.batches[action.micro_batch]
         inputs = None if need is None else self._take(step, need).requires_grad_()
-        adds_last = self.last_to_add[action.chunk].micro_batch == action.micro_batch
-        output = stage(inputs, batch, step.on_final if adds_last else None)
+        last = self.last_to_add[action.chunk]
+        announces = last.micro_batch == action.micro_batch and last.kind == "backward"
+        output = stage(inputs, batch, step.on_final if announces else None)
         assert output is not None, "a first stage without an embedding"
         passed_on = output is inputs
         edge = None if passed_on else get_gradient_edge(output)
@@ -95,10 +101,16 @@ class Pipeline:
             self._give(step, gift, output.detach())
 
     def _backward(self, step: _Step, action: Action, need: Transfer | None) -> None:
+        """Gradients of the stage's input and, unless they have an action of their own, of its weights."""
         kept = step.kept.pop((action.chunk, action.micro_batch))
+        stage = self.stages[action.chunk]
         output_grad = None if need is None else self._take(step, need)
+        if not action.adds_gradients:
+            stage.postpone()
         if kept.output is not None:
             torch.autograd.backward(kept.output, output_grad)
+        if not action.adds_gradients:
+            step.postponed[action.chunk, action.micro_batch] = stage.postponed()
         gift = self.schedule.gives(self.comm.index, action)
         if gift is not None:
             assert kept.inputs is not None
@@ -106,14 +118,22 @@ class Pipeline:
             assert input_grad is not None
             self._give(step, gift, input_grad)
         if self.last_to_add[action.chunk] == action:
-            for buffer in self.stages[action.chunk].final_at_end:
+            for buffer in stage.final_at_end:
                 step.on_final(buffer)
 
+    @torch.no_grad()
+    def _weights(self, step: _Step, action: Action) -> None:
+        """The weight gradients that an input-gradient action left; what they needed is let go one by one."""
+        products = step.postponed.pop((action.chunk, action.micro_batch))
+        while products:
+            add_product(*products.pop())
+        if self.last_to_add[action.chunk] == action:
+            for block in reversed(self.stages[action.chunk].blocks):
+                step.on_final(block.buffer)
+
     def _receive_ahead(self, step: _Step, index: int) -> None:
-        """Post the receives of this action and of the next one that needs any."""
-        for need in self.needs[index : index + 2]:
-            if need is None or need.local or need in step.receiving:
-                continue
+        """Post the receives that are due before the next action, so that messages travel while this one runs."""
+        for need in self.receives[0] + self.receives[1] if index == 0 else self.receives[index + 1]:
             tensor = torch.empty_like(self.activations, device=self.device)
             work = self.comm.recv(
                 tensor, source=need.source, channel=need.channel, purpose=_purpose(need), async_op=True

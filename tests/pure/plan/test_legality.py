@@ -223,7 +223,7 @@ def test_allowed_tensor_sizes():
 
 
 def test_the_trainers_limits_say_what_to_write_instead():
-    beyond = Layout(context=2, zero=2, recompute="full", virtual_stages=2, schedule="other")
+    beyond = Layout(context=2, zero=2, recompute="full")
     assert [problem.where for problem in engine_problems(beyond)] == [f"layout.{limit.key}" for limit in LIMITS]
     assert all(problem.instead for problem in engine_problems(beyond))
 
