@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,20 +25,34 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """One call as a transport sees it. All tensors are contiguous and of one dtype.
+class Shape:
+    """What all calls of one kind share; made once and recognized again, so that a call costs little.
 
-    `out` is empty for operations in place. `peer` is an index in the group (root, destination, source) or -1.
-    `sequence` counts the group's collectives, or the messages of one (peer, channel, direction), from 1.
+    `peer` is an index in the group (root, destination, source) or -1, `channel` -1 unless it is a message. `lengths`
+    and `out_lengths` are the elements of the tensors. `route` is the transport's own note.
     """
 
     operation: Operation
     purpose: str
-    tensors: tuple[Tensor, ...]
-    out: tuple[Tensor, ...]
     op: ReduceOp
     peer: int
     channel: int
+    dtype: torch.dtype
+    lengths: tuple[int, ...]
+    out_lengths: tuple[int, ...]
+    payload_bytes: int
+    site: Site
+    route: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call as a transport sees it. All tensors are contiguous and of one dtype; `out` is empty for operations in
+    place. `sequence` counts the group's collectives, or the messages of one (peer, channel, direction), from 1."""
+
+    shape: Shape
+    tensors: tuple[Tensor, ...]
+    out: tuple[Tensor, ...]
     sequence: int
 
 
@@ -62,7 +76,7 @@ class Transport(Protocol):
 class GroupComm:
     """A Comm over a transport; see `plan.comm.Comm` for what each call does.
 
-    `witness(call's group, purpose, sequence, peer)` is asked, when a call fails, what the other members are doing.
+    `witness(group, call)` is asked, when a call fails, what the other members are doing.
     """
 
     def __init__(
@@ -81,48 +95,39 @@ class GroupComm:
         self._timeout_s, self._witness = timeout_s, witness
         self._collectives = 0
         self._messages: dict[tuple[str, int, int], int] = {}
-        self._sites: dict[tuple[str, str, str, torch.dtype | None], Site] = {}
+        self._shapes: dict[tuple[object, ...], Shape] = {}
 
     def all_reduce(self, tensors: Tensors, *, purpose: str, op: ReduceOp = "sum", async_op: bool = False) -> Work:
         """See `Comm.all_reduce`."""
-        tensors = _tuple(tensors)
-        return self._collective("all_reduce", purpose, tensors, (), _bytes(tensors), async_op, op=op)
+        return self._collective("all_reduce", purpose, _tuple(tensors), (), async_op, op)
 
     def all_gather(self, tensors: Tensors, *, out: Tensors, purpose: str, async_op: bool = False) -> Work:
         """See `Comm.all_gather`."""
-        tensors, out = _tuple(tensors), _tuple(out)
-        _check_sizes(tensors, out, self.size)
-        return self._collective("all_gather", purpose, tensors, out, _bytes(out), async_op)
+        return self._collective("all_gather", purpose, _tuple(tensors), _tuple(out), async_op)
 
     def reduce_scatter(self, tensors: Tensors, *, out: Tensors, purpose: str, async_op: bool = False) -> Work:
         """See `Comm.reduce_scatter`."""
-        tensors, out = _tuple(tensors), _tuple(out)
-        _check_sizes(out, tensors, self.size)
-        return self._collective("reduce_scatter", purpose, tensors, out, _bytes(tensors), async_op)
+        return self._collective("reduce_scatter", purpose, _tuple(tensors), _tuple(out), async_op)
 
     def broadcast(self, tensors: Tensors, *, root: int, purpose: str, async_op: bool = False) -> Work:
         """See `Comm.broadcast`."""
-        tensors = _tuple(tensors)
-        return self._collective("broadcast", purpose, tensors, (), _bytes(tensors), async_op, peer=root)
+        return self._collective("broadcast", purpose, _tuple(tensors), (), async_op, "sum", root)
 
     def all_to_all(self, tensor: Tensor, *, out: Tensor, purpose: str, async_op: bool = False) -> Work:
         """See `Comm.all_to_all`."""
-        tensors, out_ = _tuple(tensor), _tuple(out)
-        _check_sizes(tensors, out_, 1)
-        assert tensor.numel() % self.size == 0, f"{tensor.numel()} elements do not split into {self.size} pieces"
-        return self._collective("all_to_all", purpose, tensors, out_, _bytes(tensors), async_op)
+        return self._collective("all_to_all", purpose, _tuple(tensor), _tuple(out), async_op)
 
     def send(self, tensor: Tensor, *, to: int, channel: int, purpose: str, async_op: bool = False) -> Work:
         """See `Comm.send`."""
-        return self._message("send", purpose, _tuple(tensor), to, channel, _bytes((tensor,)), async_op)
+        return self._message("send", purpose, _tuple(tensor), to, channel, async_op)
 
     def recv(self, tensor: Tensor, *, source: int, channel: int, purpose: str, async_op: bool = False) -> Work:
         """See `Comm.recv`."""
-        return self._message("recv", purpose, _tuple(tensor), source, channel, 0, async_op)
+        return self._message("recv", purpose, _tuple(tensor), source, channel, async_op)
 
     def barrier(self, *, purpose: str) -> None:
         """See `Comm.barrier`."""
-        self._collective("barrier", purpose, (), (), 0, False)
+        self._collective("barrier", purpose, (), (), False)
 
     def close(self) -> None:
         """Leave the group; no call may follow."""
@@ -134,53 +139,39 @@ class GroupComm:
         purpose: str,
         tensors: tuple[Tensor, ...],
         out: tuple[Tensor, ...],
-        payload_bytes: int,
         async_op: bool,
-        *,
         op: ReduceOp = "sum",
-        peer: int = -1,
+        root: int = -1,
     ) -> Work:
         self._collectives += 1
-        call = Call(operation, purpose, tensors, out, op, peer, -1, self._collectives)
-        return self._start(call, payload_bytes, async_op)
+        shape = self._shape(operation, purpose, tensors, out, op, root, -1)
+        return self._start(Call(shape, tensors, out, self._collectives), async_op)
 
     def _message(
-        self,
-        operation: Operation,
-        purpose: str,
-        tensors: tuple[Tensor, ...],
-        peer: int,
-        channel: int,
-        payload_bytes: int,
-        async_op: bool,
+        self, operation: Operation, purpose: str, tensors: tuple[Tensor, ...], peer: int, channel: int, async_op: bool
     ) -> Work:
-        assert 0 <= peer < self.size, f"{operation} with member {peer} of {self.size}"
-        assert peer != self.index, f"{operation} with oneself"
         key = (operation, peer, channel)
         sequence = self._messages[key] = self._messages.get(key, 0) + 1
-        call = Call(operation, purpose, tensors, (), "sum", peer, channel, sequence)
-        return self._start(call, payload_bytes, async_op)
+        shape = self._shape(operation, purpose, tensors, (), "sum", peer, channel)
+        return self._start(Call(shape, tensors, (), sequence), async_op)
 
-    def _start(self, call: Call, payload_bytes: int, async_op: bool) -> Work:
+    def _start(self, call: Call, async_op: bool) -> Work:
         since_s = time.perf_counter()
-        recorder = self.recorder
-        peer = self.group.ranks[call.peer] if call.peer >= 0 else -1
-        number = recorder.begin(
-            self._site(call), sequence=call.sequence, payload_bytes=payload_bytes, peer=peer, channel=call.channel
-        )
+        shape, recorder = call.shape, self.recorder
+        peer = self.group.ranks[shape.peer] if shape.peer >= 0 else -1
+        number = recorder.begin(shape.site, call.sequence, shape.payload_bytes, peer, shape.channel)
         try:
             pending = self.transport.start(call)
+            if pending is not None:
+                if async_op:
+                    recorder.spent(self.group.name, since_s)
+                    return _Work(self, call, number, pending)
+                recorder.wait(number)
+                pending.wait(self._timeout_s)
         except CommError as error:
             raise self._in_words(call, error) from None
-        if pending is None:
-            recorder.end(number)
-            recorder.spent(self.group.name, since_s)
-            return DONE
+        recorder.end(number)
         recorder.spent(self.group.name, since_s)
-        work = _Work(self, call, number, pending)
-        if async_op:
-            return work
-        work.wait()
         return DONE
 
     def _finish(self, call: Call, number: int, pending: Pending) -> None:
@@ -193,25 +184,41 @@ class GroupComm:
         self.recorder.end(number)
         self.recorder.spent(self.group.name, since_s)
 
-    def _site(self, call: Call) -> Site:
-        tensors = call.tensors
-        dtype = tensors[0].dtype if tensors else None
-        key = (call.operation, call.purpose, call.op, dtype)
-        site = self._sites.get(key)
-        if site is None:
-            reduces = call.operation in ("all_reduce", "reduce_scatter")
-            name = str(dtype).removeprefix("torch.") if dtype else ""
-            site = self.recorder.site(self.group, call.operation, call.purpose, call.op if reduces else "", name)
-            self._sites[key] = site
-        return site
+    def _shape(
+        self,
+        operation: Operation,
+        purpose: str,
+        tensors: tuple[Tensor, ...],
+        out: tuple[Tensor, ...],
+        op: ReduceOp,
+        peer: int,
+        channel: int,
+    ) -> Shape:
+        dtype = tensors[0].dtype if tensors else torch.uint8
+        lengths = tuple([tensor.numel() for tensor in tensors])
+        out_lengths = tuple([tensor.numel() for tensor in out])
+        key = (operation, purpose, op, peer, channel, dtype, lengths, out_lengths)
+        shape = self._shapes.get(key)
+        if shape is None:
+            payload = out_lengths if operation == "all_gather" else lengths if operation != "recv" else ()
+            num_bytes = sum(payload) * dtype.itemsize
+            reduces = operation in ("all_reduce", "reduce_scatter")
+            name = str(dtype).removeprefix("torch.") if tensors else ""
+            site = self.recorder.site(self.group, operation, purpose, op if reduces else "", name)
+            shape = Shape(operation, purpose, op, peer, channel, dtype, lengths, out_lengths, num_bytes, site)
+            _check(shape, self.size, self.index)
+            self._shapes[key] = shape
+        assert not out or out[0].dtype == dtype, f"{operation} of {dtype} into {out[0].dtype}"
+        return shape
 
     def _in_words(self, call: Call, error: CommError) -> CommError:
+        shape = call.shape
         ranks = ", ".join(map(str, self.group.ranks)) if self.size <= 16 else f"{self.size} ranks"
-        toward = {"send": "to", "recv": "from"}.get(call.operation)
-        peer = f" {toward} rank {self.group.ranks[call.peer]} on channel {call.channel}" if toward else ""
+        toward = {"send": "to", "recv": "from"}.get(shape.operation)
+        peer = f" {toward} rank {self.group.ranks[shape.peer]} on channel {shape.channel}" if toward else ""
         told = self._witness(self.group, call)
         return CommError(
-            f"rank {self.group.ranks[self.index]}: {call.operation} '{call.purpose}' #{call.sequence}{peer} "
+            f"rank {self.group.ranks[self.index]}: {shape.operation} '{shape.purpose}' #{call.sequence}{peer} "
             f"of group {self.group.name} ({ranks}) failed in {self.recorder.place}: {error}"
             + (f"\n{told}" if told else "")
         )
@@ -222,7 +229,7 @@ class _Work:
 
     __slots__ = ("_arguments", "_comm")
 
-    def __init__(self, comm: GroupComm, *arguments: object) -> None:
+    def __init__(self, comm: GroupComm, *arguments: Any) -> None:
         self._comm, self._arguments = comm, arguments
 
     def wait(self) -> None:
@@ -288,7 +295,6 @@ class SoloComm:
 
     def _copy(self, tensors: Tensors, out: Tensors) -> Work:
         tensors, out = _tuple(tensors), _tuple(out)
-        _check_sizes(tensors, out, 1)
         for source, target in zip(tensors, out, strict=True):
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source.view_as(target))
@@ -304,13 +310,14 @@ class Counting:
 
     def start(self, call: Call) -> None:
         """See `Transport.start`."""
-        if call.operation == "recv":
+        operation = call.shape.operation
+        if operation == "recv":
             call.tensors[0].zero_()
         for tensor, out in zip(call.tensors, call.out, strict=bool(call.out)):
-            if call.operation == "all_gather":
+            if operation == "all_gather":
                 mine = tensor.reshape(-1).clone()
                 out.view(self._size, -1).copy_(mine.expand(self._size, -1))
-            elif call.operation == "reduce_scatter":
+            elif operation == "reduce_scatter":
                 out.view(-1).copy_(tensor.view(self._size, -1)[self._index])
             else:
                 out.copy_(tensor)
@@ -324,24 +331,30 @@ def _tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     cut off from autograd, which knows nothing of other processes."""
     tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     assert tensors, "a call without tensors"
-    if any(tensor.requires_grad for tensor in tensors):
-        tensors = tuple(tensor.detach() for tensor in tensors)
     dtype = tensors[0].dtype
     for tensor in tensors:
         assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} that is not contiguous"
         assert tensor.dtype == dtype, f"{tensor.dtype} and {dtype} in one call"
+    if any(tensor.requires_grad for tensor in tensors):
+        tensors = tuple(tensor.detach() for tensor in tensors)
     return tensors
 
 
-def _bytes(tensors: tuple[Tensor, ...]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _check_sizes(pieces: tuple[Tensor, ...], wholes: tuple[Tensor, ...], size: int) -> None:
-    assert len(pieces) == len(wholes), f"{len(pieces)} tensors but {len(wholes)} out"
-    for piece, whole in zip(pieces, wholes, strict=True):
-        assert piece.numel() * size == whole.numel(), f"{size} times {piece.numel()} elements are not {whole.numel()}"
-        assert piece.dtype == whole.dtype, f"{piece.dtype} into {whole.dtype}"
+def _check(shape: Shape, size: int, index: int) -> None:
+    """Assert that the sizes of a call fit together."""
+    what = f"{shape.operation} '{shape.purpose}'"
+    if shape.out_lengths:
+        pieces, wholes = shape.lengths, shape.out_lengths
+        if shape.operation == "reduce_scatter":
+            pieces, wholes = wholes, pieces
+        times = 1 if shape.operation == "all_to_all" else size
+        assert len(pieces) == len(wholes), f"{what} of {len(shape.lengths)} tensors into {len(shape.out_lengths)}"
+        for piece, whole in zip(pieces, wholes, strict=True):
+            assert piece * times == whole, f"{what}: {times} times {piece} elements are not {whole}"
+            assert whole % size == 0, f"{what}: {whole} elements do not split into {size} pieces"
+    if shape.operation in ("send", "recv", "broadcast"):
+        assert 0 <= shape.peer < size, f"{what} with member {shape.peer} of {size}"
+        assert shape.peer != index or shape.operation == "broadcast", f"{what} with oneself"
 
 
 def _conforms(comm: GroupComm | SoloComm) -> Comm:

@@ -77,7 +77,7 @@ class ProcessGroupTransport:
     def start(self, call: Call) -> _Pending:
         """See `Transport.start`."""
         try:
-            return self._starters[call.operation](call)
+            return self._starters[call.shape.operation](call)
         except RuntimeError as error:
             raise CommError(_first_line(error)) from error
 
@@ -90,8 +90,8 @@ class ProcessGroupTransport:
     def _all_reduce(self, call: Call) -> _Pending:
         packed = _pack(call.tensors)
         # Two terms have the same sum in any order, and a maximum knows no order.
-        if not self._gloo or self._size == 2 or call.op == "max":
-            work = self._groups[0].allreduce(packed, _OPS[call.op])
+        if not self._gloo or self._size == 2 or call.shape.op == "max":
+            work = self._groups[0].allreduce(packed, _OPS[call.shape.op])
             return _Pending(work, lambda: _unpack(packed, call.tensors))
         if packed.nbytes <= _ONE_EXCHANGE_BYTES:
             every = packed.new_empty(self._size, packed.numel())
@@ -135,7 +135,7 @@ class ProcessGroupTransport:
 
     def _broadcast(self, call: Call) -> _Pending:
         packed = _pack(call.tensors)
-        work = self._groups[0].broadcast(packed, call.peer)
+        work = self._groups[0].broadcast(packed, call.shape.peer)
         return _Pending(work, lambda: _unpack(packed, call.tensors))
 
     def _all_to_all(self, call: Call) -> _Pending:
@@ -143,17 +143,17 @@ class ProcessGroupTransport:
         return _Pending(self._groups[0].alltoall_base(out.view(-1), tensor.view(-1), [], []))
 
     def _send(self, call: Call) -> _Pending:
-        return _Pending(self._lane(call).send([call.tensors[0]], call.peer, _tag(call)))
+        return _Pending(self._lane(call).send([call.tensors[0]], call.shape.peer, _tag(call)))
 
     def _recv(self, call: Call) -> _Pending:
-        return _Pending(self._lane(call).recv([call.tensors[0]], call.peer, _tag(call)))
+        return _Pending(self._lane(call).recv([call.tensors[0]], call.shape.peer, _tag(call)))
 
     def _barrier(self, call: Call) -> _Pending:
         device = "cpu" if self._gloo else "cuda"
         return _Pending(self._groups[0].allreduce(torch.zeros(1, device=device), dist.ReduceOp.SUM))
 
     def _lane(self, call: Call) -> Any:
-        return self._groups[call.channel % len(self._groups)]
+        return self._groups[call.shape.channel % len(self._groups)]
 
 
 class _Pending:
@@ -182,7 +182,7 @@ class _Pending:
 
 
 def _tag(call: Call) -> int:
-    return call.channel << _COUNT_BITS | call.sequence % (1 << _COUNT_BITS)
+    return call.shape.channel << _COUNT_BITS | call.sequence % (1 << _COUNT_BITS)
 
 
 def _sum(terms: Tensor) -> Tensor:

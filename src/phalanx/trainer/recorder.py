@@ -83,7 +83,7 @@ class Recorder:
         number = self.ring.site(group.name, group.ranks, operation, purpose, reduce_op, dtype) if self.ring else 0
         return Site((group.name, purpose, operation), number)
 
-    def begin(self, site: Site, *, sequence: int, payload_bytes: int, peer: int = -1, channel: int = -1) -> int:
+    def begin(self, site: Site, sequence: int, payload_bytes: int, peer: int = -1, channel: int = -1) -> int:
         """Count a call and record its begin. `peer` is a global rank. Returns the call's number."""
         entry = self.messages.get(site.key)
         if entry is None:
@@ -92,7 +92,7 @@ class Recorder:
         entry[1] += payload_bytes
         if self.ring is None:
             return 0
-        return self.ring.begin(site.ring, sequence=sequence, num_bytes=payload_bytes, peer=peer, channel=channel)
+        return self.ring.begin(site.ring, sequence, payload_bytes, peer, channel)
 
     def wait(self, number: int) -> None:
         """Record that the rank blocks from now on until the call is complete."""

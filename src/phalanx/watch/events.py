@@ -165,7 +165,7 @@ class RingWriter:
         where = (self.step, self.micro_batch, self.phase)
         _STATE.pack_into(self._map, _STATE_OFFSET, *where, time.monotonic(), self._waiting, self._since)
 
-    def begin(self, site: int, *, sequence: int, num_bytes: int, peer: int = _NOBODY, channel: int = _NOBODY) -> int:
+    def begin(self, site: int, sequence: int, num_bytes: int, peer: int = _NOBODY, channel: int = _NOBODY) -> int:
         """Record that a call began; returns its number for `wait` and `end`."""
         self._number = number = self._number + 1
         offset = _RING_OFFSET + number % NUM_CALLS * _CALL_BYTES
