@@ -25,6 +25,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.trainer.process import die_with_parent
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.world import World, connect
+from phalanx.watch.events import RingWriter
 
 torch.set_num_threads(1)  # a process with idle threads must not be forked
 
@@ -99,19 +100,35 @@ def run_worlds(
     timeout: float = 60.0,
     timeout_s: float = 30.0,
     mortal: Collection[int] = (),
+    shared_memory: bool = True,
 ) -> list[Any]:
     """Call `function(world, *args)` in one forked process per rank of `layout`; see `run_ranks`.
 
-    `timeout_s` is the Comms' own time limit.
+    `timeout_s` is the Comms' own time limit; without `shared_memory` they talk through Gloo.
     """
     with tempfile.TemporaryDirectory() as folder:
 
         def main(rank: int) -> Any:
-            store = dist.FileStore(str(Path(folder) / "store"), layout.num_ranks)
-            recorder = Recorder()
-            own = [group for group in groups(model, layout) if rank in group.ranks]
-            comms = connect(own, rank=rank, store=store, recorder=recorder, timeout_s=timeout_s)
-            world = World(rank=rank, layout=layout, device=torch.device("cpu"), recorder=recorder, comms=comms)
+            rings = {other: Path(folder) / f"{other}.ring" for other in range(layout.num_ranks)}
+            recorder = Recorder(RingWriter(rings[rank], rank=rank, coords=str(layout.coord(rank))))
+            comms, neighbours = connect(
+                groups(model, layout),
+                rank=rank,
+                num_ranks=layout.num_ranks,
+                store=dist.FileStore(str(Path(folder) / "store"), layout.num_ranks),
+                recorder=recorder,
+                timeout_s=timeout_s,
+                shared_memory=shared_memory,
+                rings=rings,
+            )
+            world = World(
+                rank=rank,
+                layout=layout,
+                device=torch.device("cpu"),
+                recorder=recorder,
+                comms=comms,
+                neighbours=neighbours,
+            )
             result = function(world, *args)
             world.close()
             return result

@@ -33,6 +33,20 @@ _TAKEN, _READER_SLEEPS = 0, 1  # on line 1 + reader
 _SHAPE = struct.Struct("<III")  # number of slots, number of readers, this reader
 
 
+def why_not_here() -> str | None:
+    """Why processes of this host cannot share memory this way; None if they can."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
+        return "it needs Linux and Python 3.10"
+    descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, NUM_SLOTS * SLOT_BYTES)
+    except OSError as error:
+        return f"no room for {NUM_SLOTS * SLOT_BYTES} bytes of it: {error.strerror}"
+    finally:
+        os.close(descriptor)
+    return None
+
+
 class _Stream:
     """What both ends of a stream share: a mapping, its header as words, and its slots as tensors of any dtype."""
 

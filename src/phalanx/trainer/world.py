@@ -1,36 +1,44 @@
 """World: this rank's coordinates and one Comm per group of its; the only reader of RANK and its friends.
 
 Ranks find each other through a key-value store: the agent's or torchrun's, or one that rank 0 serves (under srun). Each
-rank says there what it runs on and what it is about to run; the ranks of one host then talk through shared memory, the
-others through Gloo, GPUs through NCCL.
+says there what it runs on and what it is about to run. The ranks of one host then talk through shared memory, others
+through Gloo, GPUs through NCCL.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
+import platform
 import re
 import socket
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CommError, LayoutError, RunError
+import phalanx
+from phalanx.errors import InputError, LayoutError
 from phalanx.plan.comm import Comm, Group
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
-from phalanx.trainer.comm import GroupComm, SoloComm
-from phalanx.trainer.process_group import ProcessGroupTransport, gloo_group
+from phalanx.trainer.comm import GroupComm, SoloComm, Transport
+from phalanx.trainer.neighbours import Listener, Neighbours
+from phalanx.trainer.process_group import ProcessGroupTransport, gloo_group, nccl_group
 from phalanx.trainer.recorder import Recorder
+from phalanx.trainer.rendezvous import check_equal, exchange, open_store, say
+from phalanx.trainer.shared_memory import SharedMemoryTransport
+from phalanx.trainer.streams import why_not_here
+from phalanx.trainer.witness import testify
+from phalanx.watch.events import RingWriter, ring_path
+
+_LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class World:
@@ -38,11 +46,21 @@ class World:
     name; `recorder` counts what all of them send."""
 
     def __init__(
-        self, *, rank: int, layout: Layout, device: torch.device, recorder: Recorder, comms: Mapping[str, GroupComm]
+        self,
+        *,
+        rank: int,
+        layout: Layout,
+        device: torch.device,
+        recorder: Recorder,
+        comms: Mapping[str, GroupComm],
+        neighbours: Neighbours | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         self.rank, self.layout, self.device, self.recorder = rank, layout, device, recorder
         self.coord: Coord = layout.coord(rank)
         self._comms = dict(comms)
+        self._neighbours = neighbours
+        self._store = store  # under srun rank 0 serves it: it must outlive the slowest rank's start
 
     def comm(self, name: str) -> Comm:
         """This rank's Comm of the group `name`."""
@@ -52,19 +70,211 @@ class World:
         """Leave all groups: the others see that this rank is done, not dead. Call it only at a good end."""
         for comm in self._comms.values():
             comm.close()
-        self._comms.clear()
+        if self._neighbours:
+            self._neighbours.close()
         if self.recorder.ring:
             self.recorder.ring.close()
+        self._comms, self._neighbours, self._store = {}, None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """What whoever started this process says about it. `attempt` counts restarts; `serves`: it is to run the store."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    attempt: int
+    address: str
+    port: int
+    serves: bool
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Process | None:
+        """Read the variables of our agent and torchrun, or of srun; None if nobody started this process as a rank."""
+        if "RANK" in environ:
+            rank = int(environ["RANK"])
+            return cls(
+                rank=rank,
+                num_ranks=int(environ["WORLD_SIZE"]),
+                local_rank=int(environ.get("LOCAL_RANK", "0")),
+                attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                address=environ["MASTER_ADDR"],
+                port=int(environ["MASTER_PORT"]),
+                serves=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            )
+        if "SLURM_STEP_ID" not in environ:
+            return None
+        job, step, rank = (int(environ[f"SLURM_{name}"]) for name in ("JOB_ID", "STEP_ID", "PROCID"))
+        return cls(
+            rank=rank,
+            num_ranks=int(environ["SLURM_NTASKS"]),
+            local_rank=int(environ["SLURM_LOCALID"]),
+            attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            address=environ.get("MASTER_ADDR") or _slurm_address(environ),
+            # Jobs and steps that share a node must not meet; below Linux' range for outgoing connections.
+            port=int(environ.get("MASTER_PORT") or 10000 + (job * 16 + step) % 20000),
+            serves=rank == 0,
+        )
+
+
+def join(plan: Plan, run_dir: RunDir) -> World:
+    """Become one rank of the run. Returns when all ranks have come.
+
+    Raises LayoutError if there are more or fewer processes than the layout has ranks, RunError if ranks were started
+    with different plans or software, CommError if not all come within the job's time limit.
+    """
+    layout, job = plan.layout, plan.job
+    process = Process.read() or Process(
+        rank=0, num_ranks=1, local_rank=0, attempt=0, address=_LOOPBACK, port=0, serves=True
+    )
+    if process.num_ranks != layout.num_ranks:
+        raise LayoutError(
+            f"{process.num_ranks} processes were started, the layout ({layout}) needs {layout.num_ranks}",
+            instead=f"start {layout.num_ranks}, or change the layout",
+        )
+    rank = process.rank
+    device = torch.device("cuda", process.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ring = RingWriter(ring_path(run_dir.path, rank), rank=rank, coords=str(layout.coord(rank)), attempt=process.attempt)
+    recorder = Recorder(ring)
+    if layout.num_ranks == 1:
+        return World(rank=rank, layout=layout, device=device, recorder=recorder, comms={})
+    store = open_store(process.address, process.port, serve=process.serves, timeout_s=job.comm_timeout_s)
+    ours = dist.PrefixStore(f"attempt_{process.attempt}", store)
+    facts = {"plan": plan.digest(), "torch": torch.__version__, "phalanx": phalanx.__version__}
+    everyone = exchange(ours, rank, layout.num_ranks, "facts", facts, timeout_s=job.comm_timeout_s)
+    check_equal(ours, rank, layout.num_ranks, plan, everyone, timeout_s=job.comm_timeout_s)
+    comms, neighbours = connect(
+        groups(plan.model, layout),
+        rank=rank,
+        num_ranks=layout.num_ranks,
+        store=ours,
+        recorder=recorder,
+        shared_memory=job.comm == "auto",
+        timeout_s=job.comm_timeout_s,
+        device=device,
+        master=(process.address, process.port),
+        rings={other: ring_path(run_dir.path, other) for other in range(layout.num_ranks)},
+    )
+    return World(
+        rank=rank,
+        layout=layout,
+        device=device,
+        recorder=recorder,
+        comms=comms,
+        neighbours=neighbours,
+        store=store,
+    )
 
 
 def connect(
-    own: Sequence[Group], *, rank: int, store: dist.Store, recorder: Recorder, timeout_s: float
-) -> dict[str, GroupComm]:
-    """Build this rank's Comms, by group name."""
+    all_groups: Sequence[Group],
+    *,
+    rank: int,
+    num_ranks: int,
+    store: dist.Store,
+    recorder: Recorder,
+    timeout_s: float,
+    shared_memory: bool = True,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+    master: tuple[str, int] = (_LOOPBACK, 0),
+    rings: Mapping[int, Path] | None = None,
+) -> tuple[dict[str, GroupComm], Neighbours | None]:
+    """Build this rank's Comms, by group name, and its connections to the ranks of its host if those use shared memory.
+
+    All ranks pass the same `all_groups`. `master` is an address of the network between the hosts; `rings` the ranks'
+    ring files, for error messages.
+    """
+    wanted = shared_memory and device.type == "cpu"
+    problem = why_not_here() if wanted else "switched off"
+    listener = None if problem else Listener()
+    here = {"host": _host(), "name": listener.name if listener else "", "problem": problem}
+    places = exchange(store, rank, num_ranks, "place", here, timeout_s=timeout_s)
+    local = [other for other in range(num_ranks) if places[other]["host"] == here["host"]]
+    problems = [places[other]["problem"] for other in local if places[other]["problem"]]
+    if wanted and problems and rank == local[0]:
+        say(f"shared memory cannot be used here ({problems[0]}): the ranks of this host talk through Gloo")
+    neighbours = None
+    if listener and not problems and len(local) > 1:
+        names = {other: places[other]["name"] for other in local}
+        neighbours = Neighbours(rank, names, listener, timeout_s=timeout_s)
+    elif listener:
+        listener.socket.close()
+    readable = {other: path for other, path in (rings or {}).items() if other in local}
     comms = {}
-    for group in own:
+    for number, group in enumerate(all_groups):
+        if rank not in group.ranks:
+            continue
         index = group.ranks.index(rank)
-        process_group = gloo_group(store, group, index, address="127.0.0.1", timeout_s=timeout_s)
-        transport = ProcessGroupTransport([process_group], group, index)
-        comms[group.name] = GroupComm(group, index, transport, recorder, timeout_s=timeout_s)
-    return comms
+        transport: Transport
+        if neighbours and set(group.ranks) <= set(local):
+            transport = SharedMemoryTransport(neighbours, group, index, number)
+        else:
+            address = _LOOPBACK if set(group.ranks) <= set(local) else _own_address(*master)
+            transport = _between_hosts(store, group, index, device, address, timeout_s)
+        comms[group.name] = GroupComm(
+            group,
+            index,
+            transport,
+            recorder,
+            timeout_s=timeout_s,
+            witness=partial(testify, index=index, rings=readable),
+        )
+    return comms, neighbours
+
+
+def _between_hosts(
+    store: dist.Store, group: Group, index: int, device: torch.device, address: str, timeout_s: float
+) -> ProcessGroupTransport:
+    if device.type == "cuda":
+        channels = 2 if group.name == "pipeline" else 1
+        process_groups = [
+            nccl_group(store, group, index, channel=channel, timeout_s=timeout_s) for channel in range(channels)
+        ]
+    else:
+        process_groups = [gloo_group(store, group, index, address=address, timeout_s=timeout_s)]
+    return ProcessGroupTransport(process_groups, group, index)
+
+
+def _host() -> str:
+    """Equal for processes that can share memory and see each other's abstract sockets: one kernel, one network."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    network = Path("/proc/self/ns/net")
+    if boot.exists() and network.exists():
+        return f"{boot.read_text().strip()} {os.readlink(network)}"
+    return platform.node()
+
+
+def _own_address(master: str, port: int) -> str:
+    """The address of this host on the network that leads to `master`, or of GLOO_SOCKET_IFNAME if that is set."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if not interface:
+            probe.connect((master, port or 1))  # sends nothing: asks the kernel for the route
+            return str(probe.getsockname()[0])
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, interface.encode()[:15].ljust(40, b"\0"))
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise InputError(
+                f"'{interface}' is no network interface of this host with an address: {error.strerror}",
+                where="GLOO_SOCKET_IFNAME",
+                instead=f"one plain name of: {names}",
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str:
+    """The first host of this step, which runs rank 0; loopback if it is the only one."""
+    if int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))) == 1:
+        return _LOOPBACK
+    return first_host(environ["SLURM_STEP_NODELIST"])
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a Slurm node list: node001 of `node[001-003,007],other`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^\[,]*))?", node_list)
+    assert match, f"'{node_list}' is no node list"
+    return "".join(part or "" for part in match.groups())

@@ -1,0 +1,143 @@
+"""How the processes of a run find each other: a key-value store at one address, in which each says who it is.
+
+Whoever waits says for what, every NOTICE_S seconds: which address it tries, or which ranks are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.errors import CommError, InputError, RunError
+from phalanx.plan.plan import Plan
+
+NOTICE_S = 10.0
+_RETRY_S = 0.2
+
+
+def say(line: str) -> None:
+    """One line on standard error."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> dist.Store:
+    """A client of the store at this address; with `serve`, the store itself, which listens on loopback alone if that is
+    the address.
+
+    Raises InputError if the port is taken, CommError if nobody answers within the time limit.
+    """
+    limit = timedelta(seconds=timeout_s)
+    if not serve:
+        _await_listener(address, port, timeout_s)
+        try:
+            return dist.TCPStore(address, port, is_master=False, timeout=limit)
+        except RuntimeError as error:
+            raise CommError(
+                f"what listens on {address}:{port} is not this run's store: {_first_line(error)}"
+            ) from error
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        # A host may resolve its own name to a loopback address, on which the other hosts would not find it.
+        listener.bind((address if address in ("127.0.0.1", "localhost") else "", port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise InputError(
+            f"rank 0 cannot serve the store on {address}:{port}: {error.strerror}",
+            where="MASTER_ADDR, MASTER_PORT",
+            instead="give an address of rank 0's host and a port that is free there",
+        ) from error
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
+    )
+
+
+def exchange(store: dist.Store, rank: int, num_ranks: int, name: str, value: Any, *, timeout_s: float) -> list[Any]:
+    """Give every rank every rank's `value` (JSON), in rank order. Raises CommError, naming who is missing, after the
+    time limit."""
+    keys = [f"{name}/{other}" for other in range(num_ranks)]
+    store.set(keys[rank], json.dumps(value))
+    deadline = time.monotonic() + timeout_s
+    while True:
+        patience_s = min(NOTICE_S, deadline - time.monotonic())
+        try:
+            store.wait(keys, timedelta(seconds=max(patience_s, 0.001)))
+            break
+        except RuntimeError as error:  # torch raises a plain one or a subclass, by store and version
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            joined = f"{num_ranks - len(missing)} of {num_ranks} ranks have come; missing: {_some(missing)}"
+            if time.monotonic() >= deadline:
+                raise CommError(f"rank {rank} waited {timeout_s:g} s for the others: {joined}") from error
+            say(f"rank {rank} waits: {joined}")
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def check_equal(
+    store: dist.Store, rank: int, num_ranks: int, plan: Plan, facts: Sequence[Mapping[str, str]], *, timeout_s: float
+) -> None:
+    """Raise RunError, the same on all ranks, if they were started with different plans or software: it names the ranks
+    and what differs. `facts` holds each rank's, "plan" among them."""
+    odd = {name: [other for other in range(num_ranks) if facts[other][name] != facts[0][name]] for name in facts[0]}
+    lines = [
+        f"{name}: {facts[0][name]} on rank 0, {facts[ranks[0]][name]} on ranks {_some(ranks)}"
+        for name, ranks in odd.items()
+        if ranks
+    ]
+    if odd.get("plan"):
+        other = odd["plan"][0]
+        texts = exchange(store, rank, num_ranks, "plan", _text(plan) if rank in (0, other) else "", timeout_s=timeout_s)
+        lines += [f"  {difference}" for difference in _plan(texts[0]).differences(_plan(texts[other]))]
+    if lines:
+        raise RunError("ranks were started with different plans or software\n" + "\n".join(lines))
+
+
+def _await_listener(address: str, port: int, timeout_s: float) -> None:
+    """Return as soon as somebody listens: the name may resolve, and the port open, later than this process starts."""
+    deadline = time.monotonic() + timeout_s
+    next_notice = time.monotonic() + NOTICE_S
+    while True:
+        resolved = address
+        try:
+            resolved = socket.gethostbyname(address)
+            with socket.create_connection((address, port), timeout=NOTICE_S):
+                return
+        except OSError as error:
+            tries = f"the store at {address}:{port} (resolved to {resolved}): {error.strerror or error}"
+            if time.monotonic() >= deadline:
+                raise CommError(f"nobody answered within {timeout_s:g} s: {tries}") from error
+            if time.monotonic() >= next_notice:
+                next_notice += NOTICE_S
+                say(f"waits for {tries}")
+        time.sleep(_RETRY_S)
+
+
+def _text(plan: Plan) -> str:
+    return _through_file(lambda path: (plan.write(path), path.read_text())[1])
+
+
+def _plan(text: str) -> Plan:
+    return _through_file(lambda path: (path.write_text(text), Plan.read(path))[1])
+
+
+def _through_file(use: Callable[[Path], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return use(Path(folder) / "plan.json")
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].strip()

@@ -1,0 +1,59 @@
+"""What the other members of a group are doing, from their ring files, when a call of this rank fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.errors import RunError
+from phalanx.plan.comm import Group
+from phalanx.trainer.comm import Call
+from phalanx.watch.events import Call as Record
+from phalanx.watch.events import RingState, in_words, process_status, read_ring
+
+_COUNTERPART = {"send": "recv", "recv": "send"}
+
+
+def testify(group: Group, call: Call, *, index: int, rings: Mapping[int, Path]) -> str:
+    """A line for each member that this call waited for and that has not made it, or made another one in its place.
+
+    `index` is this rank's in the group, `rings` has the ring files that can be read. Empty if there is nothing to tell.
+    """
+    message = call.shape.operation in _COUNTERPART
+    waited_for = [call.shape.peer] if message else [member for member in range(group.size) if member != index]
+    lines = []
+    for rank in (group.ranks[member] for member in waited_for if group.ranks[member] in rings):
+        try:
+            state = read_ring(rings[rank])
+        except (FileNotFoundError, RunError):
+            lines.append(f"rank {rank} has left no record")
+            continue
+        came = [record for record in _like(state, group, group.ranks[index], call) if record.sequence >= call.sequence]
+        if not came:
+            status = process_status(state.pid)
+            condition = f" [process {state.pid} is {status}]" if status in ("dead", "stopped") else ""
+            lines.append(f"has not come: {in_words(state)}{condition}")
+            continue
+        same = next((record for record in came if record.sequence == call.sequence), None)
+        if same and not _equal(same, call):
+            lines.append(f"made another call: rank {rank}: {same} ({same.num_bytes} bytes); {same.place}")
+    return "\n".join(lines)
+
+
+def _like(state: RingState, group: Group, me: int, call: Call) -> list[Record]:
+    """The other rank's records that share a sequence with this call: the group's collectives, or the other ends of the
+    messages of this channel."""
+    records = [record for record in state.calls if record.group == group.name and record.members == group.ranks]
+    counterpart = _COUNTERPART.get(call.shape.operation)
+    if counterpart is None:
+        return [record for record in records if record.operation not in _COUNTERPART]
+    wanted = (counterpart, me, call.shape.channel)
+    return [record for record in records if (record.operation, record.peer, record.channel) == wanted]
+
+
+def _equal(record: Record, call: Call) -> bool:
+    shape = call.shape
+    if shape.operation in _COUNTERPART:
+        return record.purpose == shape.purpose
+    mine = (shape.operation, shape.purpose, shape.payload_bytes)
+    return (record.operation, record.purpose, record.num_bytes) == mine
