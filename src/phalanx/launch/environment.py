@@ -49,7 +49,7 @@ class Launched:
         if self.num_ranks % unit:
             near = max(unit, self.num_ranks // unit * unit)
             raise InputError(
-                f"the layout needs a multiple of {unit} processes, got {self.num_ranks}",
+                f"the layout needs a multiple of {unit} processes, got {self.num_ranks} ({self._started()})",
                 instead=f"start {near}: {self.command(near)}",
             )
 
@@ -111,8 +111,8 @@ def check_alone(num_ranks: int, devices_per_node: int, environ: Mapping[str, str
 def run_name(found: Launched, name: str, environ: Mapping[str, str] = os.environ) -> str:
     """A name for the run folder that every rank comes to without asking another.
 
-    Under Slurm it is that of the job and its step, so that a requeued job continues in its folder; under torchrun on one
-    node, the time at which torchrun started. Raises InputError where there is no such thing.
+    Under Slurm it is that of the job and its step, so that a requeued job continues in its folder; under torchrun, on
+    one node, the time at which torchrun started. Raises InputError where there is no such thing.
     """
     if "SLURM_JOB_ID" in environ:
         return f"{name}-slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', 'batch')}"

@@ -18,6 +18,7 @@ from phalanx.watch.events import in_words, ranks_in_words, read_ring
 from phalanx.watch.outcomes import Ending, Outcome, read_endings, signal_in_words
 
 _NUM_LAST_LINES = 12
+_MAX_CONSEQUENCE = 160  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Failure:
         lines = [f"Run failed: {self.agent}"] if self.agent else ["Run failed", *map(str, self.causes)]
         if self.consequences:
             lines += ["As a consequence"]
-            lines += [f"  {other.who} {other.what.splitlines()[0]}" for other in self.consequences]
+            lines += [f"  {other.who} {_shortened(other.what)}" for other in self.consequences]
         if self.last_records:
             lines += ["Last records", *(f"  {record}" for record in self.last_records)]
         if self.causes:
@@ -127,7 +128,11 @@ def _failure(layout: Layout, run_dir: RunDir, ending: Ending) -> RankFailure | N
         return None
     what = str(ending)
     if error:
-        what = error.text if error.for_users else f"raised {error.kind}: {error.text}"
+        what = (
+            error.text.removeprefix(f"rank {ending.rank}: ")
+            if error.for_users
+            else f"raised {error.kind}: {error.text}"
+        )
     return RankFailure(
         ranks=(ending.rank,),
         coord=str(layout.coord(ending.rank)),
@@ -142,6 +147,12 @@ def _failure(layout: Layout, run_dir: RunDir, ending: Ending) -> RankFailure | N
         log=str(run_dir.log(ending.rank)),
         last_lines=_last_lines(run_dir, ending.rank),
     )
+
+
+def _shortened(text: str) -> str:
+    """One line of it; the rest stands in the log."""
+    line = text.splitlines()[0]
+    return line if len(line) <= _MAX_CONSEQUENCE else f"{line[:_MAX_CONSEQUENCE]}…"
 
 
 def _fold(failures: Iterable[RankFailure]) -> list[RankFailure]:

@@ -19,6 +19,7 @@ from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.trainer import process
 from phalanx.trainer.loop import train
+from phalanx.watch.events import copy_ring, in_words, read_ring, remove_dead_rings, ring_path
 
 __all__ = ["train", "work"]
 
@@ -29,12 +30,24 @@ def work(plan: Plan, run_dir: RunDir, rank: int, entry: process.Entry = train) -
     process.keep_freed_memory()
     (process.write_to if rank else process.write_to_both)(run_dir.log(rank))
     process.dump_stacks_on_request(run_dir.stack(rank))
+    remove_dead_rings()
     outcome = process.run(entry, plan, run_dir, rank)
     if outcome.error:
-        text = f"phalanx: {outcome.error.text}\n" if outcome.error.for_users else outcome.error.traceback
-        sys.stderr.write(f"rank {rank}: {text}")
+        sys.stderr.write(outcome.error.text + "\n" if outcome.error.for_users else outcome.error.traceback)
+        _keep_ring(run_dir, rank)
+    if not run_dir.stack(rank).stat().st_size:
+        run_dir.stack(rank).unlink()
     sys.stderr.flush()
     os._exit(outcome.exit_code)  # not through the interpreter's end, where threads of a broken group can hang
+
+
+def _keep_ring(run_dir: RunDir, rank: int) -> None:
+    """Say where this rank last was, and keep the record of it: there is no agent to do either."""
+    ring = ring_path(run_dir.path, rank)
+    if ring.exists():
+        copy_ring(ring, run_dir.ring(rank))
+        sys.stderr.write(f"{in_words(read_ring(ring))}\n")
+        ring.unlink()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
