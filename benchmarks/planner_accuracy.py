@@ -22,6 +22,7 @@ from phalanx.planner.engine import Engine, engine
 from phalanx.planner.estimate import estimate
 
 OK = ("ok", "ok_recompute_untold")
+ALLOCATOR = ("playbook",)
 TARGETS = {
     "seqsel_t5": 0.02,
     "megatron_readme_apr2021_sc21_t1": 0.05,
@@ -43,6 +44,7 @@ class Scored:
     row: Row
     step_s: float
     memory_bytes: float
+    allocated_bytes: float
 
     @property
     def error(self) -> float:
@@ -51,9 +53,11 @@ class Scored:
         return self.step_s / self.row.step_s - 1.0
 
     @property
-    def over(self) -> bool:
-        """Whether the planner says that it does not fit."""
-        return self.memory_bytes > self.row.cluster.device.memory_bytes
+    def memory_error(self) -> float:
+        """Signed relative error of memory: of the allocator's peak where that is what was printed, else of the process."""
+        assert self.row.memory_bytes
+        ours = self.allocated_bytes if self.row.source in ALLOCATOR else self.memory_bytes
+        return ours / self.row.memory_bytes - 1.0
 
 
 def score(rows: list[Row], engines: dict[str, Engine] | None = None) -> list[Scored]:
@@ -66,17 +70,25 @@ def score(rows: list[Row], engines: dict[str, Engine] | None = None) -> list[Sco
         first = members[0]
         runner = (engines or {}).get(first.engine) or engine(first.engine)
         layouts = of([layout for row in members for layout in row.layouts])
-        step_s, peak = np.empty(len(layouts)), np.empty(len(layouts))
+        step_s, peak, allocated = (np.empty(len(layouts)) for _ in range(3))
         for group in estimate(first.model, first.job, first.cluster, runner, layouts):
             step_s[group.rows] = group.step_s
             peak[group.rows] = group.memory_bytes.max(1)
+            allocated[group.rows] = (group.memory_bytes - group.memory["overhead"]).max(1)
         start = 0
         for row in members:
             part = slice(start, start := start + len(row.layouts))
             fitting = peak[part] <= row.cluster.device.memory_bytes
             times = np.where(fitting, step_s[part], np.inf) if fitting.any() else step_s[part]
             best = int(np.argmin(times))
-            scored.append(Scored(row=row, step_s=float(step_s[part][best]), memory_bytes=float(peak[part][best])))
+            scored.append(
+                Scored(
+                    row=row,
+                    step_s=float(step_s[part][best]),
+                    memory_bytes=float(peak[part][best]),
+                    allocated_bytes=float(allocated[part][best]),
+                )
+            )
     return scored
 
 
@@ -165,11 +177,9 @@ def report(scored: list[Scored], skipped: dict[str, int]) -> dict[str, Any]:
         target[name].append(entry.error)
     for entry in scored:
         if entry.row.memory_bytes and entry.row.fits:
-            memory[entry.row.source].append(entry.memory_bytes / entry.row.memory_bytes - 1.0)
-    small = [s for s in scored if s.row.memory_bytes and s.row.fits and s.row.layouts[0].tensor <= 8]
-    for entry in small:
-        if entry.row.source == "playbook":
-            memory["playbook, tensor <= 8"].append(entry.memory_bytes / entry.row.memory_bytes - 1.0)  # type: ignore[operator]
+            memory[entry.row.source].append(entry.memory_error)
+            if entry.row.source == "playbook" and entry.row.layouts[0].tensor <= 8:
+                memory["playbook, tensor <= 8"].append(entry.memory_error)
     return {
         "overall": spread([s.error for s in good]) if good else {"num_rows": 0},
         "sources": {name: spread(errors) for name, errors in by_source.items()},

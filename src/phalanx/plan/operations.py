@@ -81,14 +81,14 @@ class Block:
 class Kernels:
     """How an engine does it: `attention` "flash" never stores scores, "math" does; `keep_gathered`: whether linear
     layers keep the gathered input under sequence parallelism, or gather it again; `keep_masks`: whether dropout masks
-    are stored (one byte per element); `extra_kept`: bytes that eager code keeps beyond the list, as a fraction of it;
-    `gradient_bytes` of the sum that weight gradients are added to, by the matrix product itself (`fused_sum`) or in a
+    are stored (one byte per element); `extra_rows`: hidden-wide tensors per layer that unfused code
+    keeps beyond the list (norms written out keep widened inputs: formulas.md, section 3); `gradient_bytes` of the sum that weight gradients are added to, by the matrix product itself (`fused_sum`) or in a
     pass of its own."""
 
     attention: Literal["flash", "math"] = "flash"
     keep_gathered: bool = False
     keep_masks: bool = False
-    extra_kept: float = 0.0
+    extra_rows: int = 0
     gradient_bytes: int = 4
     fused_sum: bool = True
 
@@ -286,6 +286,7 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
             _keeps("down input", cut.tokens * cut.ffn * e),
             linear("down", cut.tokens, cut.ffn, cut.hidden, cut, kernels),
             residual("residual2", model, cut, kernels),
+            _keeps("unfused code", kernels.extra_rows * cut.rows * cut.hidden * e),
         )
     )
 

@@ -6,7 +6,7 @@ Attribute names are Layout's; wherever a formula reads `layout.tensor`, a Layout
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """What may be chosen: the values of each discrete option that an engine can run. Axis sizes, micro-batches and
-    virtual stages (those that divide the layers evenly) follow from the devices, the batch and the layers."""
+    virtual stages follow from the devices, the batch and the layers."""
 
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
     zero: tuple[int, ...] = (0, 1)
@@ -117,61 +117,69 @@ def enumerate_all(
 ) -> Candidates:
     """Every way to use all devices: legal or not, but no two that mean the same.
 
-    Left out are only twins: ZeRO and bucket choices on one data rank, sequence parallelism on one tensor rank, the
-    order of micro-batches where there is one stage. Keys in `given` keep their value.
+    Left out are only twins: ZeRO on one data rank, sequence parallelism on one tensor rank, the order of micro-batches
+    where there is one stage. Keys in `given` keep their value.
     """
-    rows = [
-        (tensor, context, pipeline, data, *options)
-        for tensor, context, pipeline, data in _sizes(model, num_devices, space, given)
-        for options in _options(model, job, (tensor, context, pipeline, data), space, given)
-    ]
-    schedules = tuple(dict.fromkeys(["1f1b", *space.schedules, str(given.get("schedule", "1f1b"))]))
-    table = np.array(
-        [(*row[:6], schedules.index(row[6]), *row[7:]) for row in rows] or np.empty((0, len(ARRAYS))), dtype=np.int64
-    )
-    columns: dict[str, Any] = dict(zip(ARRAYS, table.T, strict=True))
+    names = tuple(dict.fromkeys(["1f1b", *space.schedules, str(given.get("schedule", "1f1b"))]))
+    blocks = [np.empty((0, len(ARRAYS)), dtype=np.int64)]
+    for sizes in _sizes(model, num_devices, space, given):
+        orders = np.array([(v, names.index(name)) for name, v in _orders(model, sizes[2], space, given)])
+        micro_batches = np.array(_given(given, "micro_batch", divisors(max(1, job.global_batch // sizes[3]))))
+        options = np.array(list(itertools.product(*_options(sizes, space, given))))
+        order, micro_batch, option = (
+            grid.reshape(-1)
+            for grid in np.meshgrid(*(np.arange(len(part)) for part in (orders, micro_batches, options)), indexing="ij")
+        )
+        block = np.empty((len(order), len(ARRAYS)), dtype=np.int64)
+        block[:, :4] = sizes
+        block[:, 4], block[:, 6] = orders[order].T
+        block[:, 5] = micro_batches[micro_batch]
+        block[:, 7:] = options[option]
+        blocks.append(block)
+    columns: dict[str, Any] = dict(zip(ARRAYS, np.concatenate(blocks).T, strict=True))
     columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
     extra = {key: given[key] for key in ("bucket_bytes", "stage_layers") if given.get(key) is not None}
-    return Candidates(**columns, schedules=schedules, **extra)
+    return Candidates(**columns, schedules=names, **extra)
 
 
 def _sizes(
     model: ModelSpec, num_devices: int, space: Space, given: Mapping[str, Any]
-) -> Iterable[tuple[int, int, int, int]]:
+) -> Iterator[tuple[int, int, int, int]]:
+    """(tensor, context, pipeline, data) whose product is the number of devices."""
     tensors = _given(given, "tensor", [t for t in divisors(num_devices) if t <= model.num_heads])
     contexts = _given(given, "context", [c for c in divisors(num_devices) if c <= space.max_context])
-    pipelines = _given(given, "pipeline", [p for p in divisors(num_devices) if p <= model.num_layers])
+    most = num_devices if given.get("stage_layers") is not None else model.num_layers
+    pipelines = _given(given, "pipeline", [p for p in divisors(num_devices) if p <= most])
     for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
         cell = tensor * context * pipeline
         if num_devices % cell == 0 or "data" in given:
             yield tensor, context, pipeline, int(given.get("data", num_devices // cell))
 
 
-def _options(
-    model: ModelSpec, job: JobSpec, sizes: tuple[int, int, int, int], space: Space, given: Mapping[str, Any]
-) -> Iterable[tuple[Any, ...]]:
-    tensor, context, pipeline, data = sizes
-    per_rank = max(1, job.global_batch // data)
-    schedules = [(name, v) for name in space.schedules for v in _chunks(model, name, pipeline)]
+def _orders(model: ModelSpec, pipeline: int, space: Space, given: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Schedules with their virtual stages; one stage needs no choice."""
+    chunks, name = given.get("virtual_stages"), given.get("schedule")
+    found = [(known, v) for known in space.schedules for v in _chunks(model, known, pipeline)]
     if pipeline == 1:
-        schedules = [("1f1b", 1)]
-    if "schedule" in given or "virtual_stages" in given:
-        wanted = given.get("virtual_stages"), given.get("schedule")
-        schedules = [s for s in schedules if wanted[0] in (None, s[1]) and wanted[1] in (None, s[0])]
-        schedules = schedules or [(str(wanted[1] or "1f1b"), int(wanted[0] or 1))]
-    zeros = _given(given, "zero", space.zero if data * context > 1 else (0,))
-    parallel = _given(given, "sequence_parallel", space.sequence_parallel if tensor > 1 else (False,))
-    recomputes = [RECOMPUTES.index(r) for r in _given(given, "recompute", space.recompute)]
-    for micro_batch in _given(given, "micro_batch", divisors(per_rank)):
-        for (name, chunks_), zero, sequence, recompute in itertools.product(schedules, zeros, parallel, recomputes):
-            yield chunks_, micro_batch, name, zero, sequence, recompute
+        found = [("1f1b", 1)]
+    kept = [(known, v) for known, v in found if name in (None, known) and chunks in (None, v)]
+    return kept or [(str(name or "1f1b"), int(chunks or 1))]
 
 
-def _chunks(model: ModelSpec, name: str, pipeline: int) -> list[int]:
-    """Virtual stages that the schedule can have; more than one must give every chunk as many layers."""
+def _chunks(model: ModelSpec, name: str, pipeline: int) -> range:
+    """Virtual stages that the schedule can have, as long as there is a layer for each."""
     fewest, most = SCHEDULES[name].virtual_stages
-    most = min(most, model.num_layers // pipeline)
-    return [v for v in range(fewest, most + 1) if v == 1 or model.num_layers % (pipeline * v) == 0]
+    return range(fewest, min(most, max(1, model.num_layers // pipeline)) + 1)
+
+
+def _options(sizes: tuple[int, int, int, int], space: Space, given: Mapping[str, Any]) -> tuple[list[int], ...]:
+    """Values of ZeRO, sequence parallelism and recompute."""
+    tensor, context, _, data = sizes
+    return (
+        _given(given, "zero", space.zero if data * context > 1 else (0,)),
+        _given(given, "sequence_parallel", space.sequence_parallel if tensor > 1 else (False,)),
+        [RECOMPUTES.index(kind) for kind in _given(given, "recompute", space.recompute)],
+    )
 
 
 def _given(given: Mapping[str, Any], key: str, values: Iterable[Any]) -> list[Any]:

@@ -72,8 +72,8 @@ def operation_s(
         rate = peak * device.attention_efficiency[backward] * engine.attention_factor * engine.matmul_factor
         return np.maximum(operation.flops / rate, memory_s) + device.kernel_s
     depth = operation.k / (operation.k + device.matmul_half_depth)
-    peak = np.where(_aligned(operation), peak, min(peak, device.flops_per_s.get("fp32", peak)))
-    rate = peak * device.matmul_efficiency * engine.matmul_factor * depth
+    usable = np.where(_aligned(operation), peak, min(peak, device.flops_per_s.get("fp32", peak)))
+    rate = usable * device.matmul_efficiency * engine.matmul_factor * depth
     arithmetic_s = operation.flops * wave_quantisation(operation, device) / rate
     return operation.count * (np.maximum(arithmetic_s, memory_s) + device.kernel_s)
 

@@ -79,7 +79,9 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
 
 
 def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
-    cut = operations.cut(model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=job.precision == "fp8")
+    cut = operations.cut(
+        model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=str(job.precision) == "fp8"
+    )
     layer = operations.layer(model, cut, engine.kernels)
     places = network.placements(cluster, layouts)
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
@@ -87,7 +89,7 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     embedding = operations.embedding(model, cut)
     head = operations.head(model, cut, engine.kernels)
     rows = np.minimum(cut.tokens, engine.head_rows) if engine.head_rows else cut.tokens
-    kept, working = memory.kept_bytes(layer, cut, layouts.recompute, engine)
+    kept, working = memory.kept_bytes(layer, cut, layouts.recompute)
     return Costs(
         layer_forward=forward,
         layer_backward=backward,
@@ -172,11 +174,14 @@ class _Pricer:
         return forward, backward
 
     def _backward_tensor(self, block: Block) -> Any:
-        """Waiting for the tensor axis in a layer's backward. The gradient of the input of qkv and of up is summed beside
-        their own weight gradient, if the engine does that; with the sequence cut, gradients into out and down are
-        gathered in the open, and inputs gathered again beside the input gradients."""
+        """Waiting for the tensor axis in a layer's backward.
+
+        The gradient of the input of qkv and of up is summed beside their own weight gradient, if the engine does that;
+        with the sequence cut, gradients into out and down are gathered in the open, and inputs gathered again beside
+        the input gradients.
+        """
         gather_exposed = self.gather * (1.0 - self.engine.tensor_overlap)
-        sums = np.where(self.layouts.sequence_parallel, self.gather, self.all_reduce)
+        sums: Any = np.where(self.layouts.sequence_parallel, self.gather, self.all_reduce)
         again = 0.0 if self.engine.kernels.keep_gathered else 1.0
         waiting: Any = 0.0
         for name in ("qkv", "up"):

@@ -57,8 +57,8 @@ def tail(
     last_backward_s: Array,
     first_forward_s: Array,
 ) -> Tail:
-    """`held` [layouts, coordinates] elements; `num_layers` [coordinates]; `last_backward_s`, `first_forward_s` [layouts, coordinates]: what the
-    reduction, and the gather of new parameters, may hide behind."""
+    """`held` [layouts, coordinates] elements; `num_layers` [coordinates]; `last_backward_s`, `first_forward_s`
+    [layouts, coordinates]: what the reduction, and the gather of new parameters, may hide behind."""
     shards = network.placements(cluster, layouts)["shards"]
     place = network.Placement(size=shards.size[:, None], per_node=shards.per_node[:, None])
     states, zero = engine.states_for(precision), layouts.zero[:, None]

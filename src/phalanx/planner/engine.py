@@ -25,11 +25,13 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes per parameter held: the parameter in compute precision, its gradient, and what the optimizer keeps."""
+    """Bytes per parameter held: the parameter in compute precision, its gradient, and what the optimizer keeps;
+    `transient` gradients that exist only while backward adds them to others."""
 
     parameter: float
     gradient: float
     optimizer: float
+    transient: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +53,15 @@ class Engine:
     parameter read and written by the optimizer with norm, clipping and casts.
 
     Memory: `states` by precision; `head_rows` tokens whose logits exist at a time (0: all), `loss_bytes` bytes per
-    logit at the peak; `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to
-    allocated.
+    logit at the peak (`sharded_loss_bytes` where the vocabulary is cut); `context_bytes` of libraries outside the
+    allocator; `fragmentation` the ratio of reserved to allocated.
     """
 
     name: str
     source: str
     kernels: Kernels = field(default_factory=Kernels)
     space: Space = field(default_factory=Space)
-    balance: Literal["cost", "layers", "blocks"] = "layers"
+    balance: Literal["cost", "layers", "blocks", "thresholds"] = "layers"
     factor: float = 1.0
     matmul_factor: float = 1.0
     attention_factor: float = 1.0
@@ -80,6 +82,7 @@ class Engine:
     states: dict[str, States] = field(default_factory=dict)
     head_rows: int = 0
     loss_bytes: float = 8.0
+    sharded_loss_bytes: float = 8.0
     context_bytes: int = 0
     fragmentation: float = 1.0
 

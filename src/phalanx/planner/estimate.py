@@ -48,16 +48,31 @@ class Group:
 
 def stage_layers(model: ModelSpec, seq_len: int, engine: Engine, layouts: Candidates) -> Array:
     """Layers of each stage under the engine's rule, [stages]: given, balanced by cost, in equal numbers (what is left
-    over goes to the first stages), or with embedding and head counted as a layer each."""
+    over goes to the first stages), with embedding and head counted as a layer each, or by thresholds."""
     stages = int(layouts.num_stages[0])
     if layouts.stage_layers is not None or engine.balance == "cost":
         return np.array([len(stage.layers) for stage in split(model, seq_len, stages, layouts.stage_layers)])
+    if engine.balance == "thresholds":
+        return _thresholds(model, stages)
     extra = 2 if engine.balance == "blocks" and stages > 1 else 0
     blocks = model.num_layers + extra
     counts = np.full(stages, blocks // stages) + (np.arange(stages) < blocks % stages)
     if extra:
         counts[0] -= 1
         counts[-1] -= 1
+    return counts
+
+
+def _thresholds(model: ModelSpec, stages: int) -> Array:
+    """nanotron's rule: blocks in order, a stage closes once the cost so far passes its share of the whole; cost counts
+    parameters of matrices, the head included. Early stages thus get more than their share."""
+    layer = 2 * model.hidden * (model.q_rows + model.kv_rows) + (3 if model.gated else 2) * model.hidden * model.ffn
+    total = model.num_layers * layer + model.hidden * model.vocab
+    counts, stage = np.zeros(stages, dtype=int), 0
+    for number in range(model.num_layers):
+        counts[stage] += 1
+        if (number + 1) * layer > total * (stage + 1) / stages and stage + 1 < stages:
+            stage += 1
     return counts
 
 

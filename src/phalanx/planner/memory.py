@@ -78,9 +78,9 @@ def in_flight(name: str, pipeline: int, virtual_stages: int, num_micro_batches: 
     return np.array(table)[inverse]
 
 
-def kept_bytes(block: Block, cut: Cut, recompute: Array, engine: Engine) -> tuple[Any, Any]:
+def kept_bytes(block: Block, cut: Cut, recompute: Array) -> tuple[Any, Any]:
     """Per layer and micro-batch: bytes kept from forward to backward, and the working set while recomputing."""
-    everything = block.kept_bytes * (1.0 + engine.kernels.extra_kept)
+    everything = block.kept_bytes
     core = sum(kept.bytes for kept in block.kept if kept.core)
     checkpoint = cut.rows * cut.hidden * cut.element
     kept = np.where(recompute == FULL, checkpoint, np.where(recompute == SELECTIVE, everything - core, everything))
@@ -111,13 +111,16 @@ def memory(
     flight = in_flight(name, pipeline, len(layers), num_micro_batches)
     chunk = layers.max(0)
     boundary = _column(costs.boundary_bytes)
+    loss_bytes = np.where(_column(layouts.tensor) > 1, engine.sharded_loss_bytes, engine.loss_bytes)
+    logits = last * (_column(costs.logits) * loss_bytes + 2 * boundary)
+    transient = np.maximum(0.0, held * states.transient - logits)  # logits are gone when backward makes gradients
     unit = held / np.maximum(1, layers.sum(0))
     by_kind = {
         "parameters": held * states.parameter / np.where(zero >= 3, shards, 1),
-        "gradients": held * states.gradient / np.where(zero >= 2, shards, 1),
+        "gradients": held * states.gradient / np.where(zero >= 2, shards, 1) + transient,
         "optimizer": held * states.optimizer / np.where(zero >= 1, shards, 1),
         "activations": flight * chunk * _column(costs.kept_bytes) + _column(costs.working_bytes),
-        "logits": last * (_column(costs.logits) * engine.loss_bytes + 2 * boundary),
+        "logits": logits,
         "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
         "buffers": (4 * boundary if pipeline > 1 else 0) + np.where(shards > 1, 2.0 * layouts.bucket_bytes, 0.0),
     }
