@@ -18,7 +18,8 @@ from phalanx.watch.events import in_words, ranks_in_words, read_ring
 from phalanx.watch.outcomes import Ending, Outcome, read_endings, signal_in_words
 
 _NUM_LAST_LINES = 12
-_MAX_CONSEQUENCE = 160  # characters
+_NUM_LAST_RECORDS = 16
+_LINE_CHARACTERS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +80,13 @@ class Failure:
             lines += ["As a consequence"]
             lines += [f"  {other.who} {_shortened(other.what)}" for other in self.consequences]
         if self.last_records:
-            lines += ["Last records", *(f"  {record}" for record in self.last_records)]
+            lines += ["Last records", *(f"  {record}" for record in self.last_records[:_NUM_LAST_RECORDS])]
+            more = len(self.last_records) - _NUM_LAST_RECORDS
+            lines += [f"  and {more} more in failure.json"] if more > 0 else []
         if self.causes:
             first = self.causes[0]
             place = f", {first.place}" if first.place else ""
-            lines += [f"First: {first.who} on {first.host} {first.what}{place}", f"  log {first.log}"]
+            lines += [f"First: {first.who} on {first.host} {_shortened(first.what)}{place}", f"  log {first.log}"]
         return "\n".join(lines)
 
 
@@ -152,16 +155,17 @@ def _failure(layout: Layout, run_dir: RunDir, ending: Ending) -> RankFailure | N
 def _shortened(text: str) -> str:
     """One line of it; the rest stands in the log."""
     line = text.splitlines()[0]
-    return line if len(line) <= _MAX_CONSEQUENCE else f"{line[:_MAX_CONSEQUENCE]}…"
+    return line if len(line) <= _LINE_CHARACTERS else f"{line[:_LINE_CHARACTERS]}…"
 
 
 def _fold(failures: Iterable[RankFailure]) -> list[RankFailure]:
-    """The same error at the same place on several ranks becomes one, told by the first of them."""
+    """The same error on several ranks becomes one, told by the first of them. Errors are the same if they are of one
+    kind and from one line, whatever numbers they name, or if they say the same."""
     folded: dict[tuple[str, str], RankFailure] = {}
     for failure in failures:
-        first = folded.get((failure.what, failure.place))
-        told = replace(first, ranks=(*first.ranks, *failure.ranks)) if first else failure
-        folded[failure.what, failure.place] = told
+        key = (failure.what.partition(":")[0] if failure.place else failure.what, failure.place)
+        first = folded.get(key)
+        folded[key] = replace(first, ranks=(*first.ranks, *failure.ranks)) if first else failure
     return list(folded.values())
 
 

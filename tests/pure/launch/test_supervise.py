@@ -133,3 +133,20 @@ def test_log_and_damaged_ring_do_not_break_the_report(run_dir: RunDir):
     assert failure.causes[0].last_lines[-1] == "line"
     assert len(failure.causes[0].last_lines) < 20
     assert "is not a ring file" in str(failure)
+
+
+def test_same_error_with_other_numbers_is_folded(run_dir: RunDir):
+    def check(size: int) -> None:
+        raise ValueError(f"size {size}")
+
+    for rank in range(4):
+        error: BaseException = ValueError()
+        try:
+            check(rank)
+        except ValueError as caught:
+            error = caught
+        Outcome(rank=rank, host="h", time_s=rank, error=RaisedError.of(error)).write(run_dir.outcome(rank))
+    failure = collect(run_dir, *(ending(rank, exit_code=3) for rank in range(4)))
+    (cause,) = failure.causes
+    assert cause.ranks == (0, 1, 2, 3)
+    assert "ranks 0, 1, 2, 3 on h raised ValueError: size 0" in str(failure)

@@ -1,0 +1,123 @@
+"""`phalanx train` for real: started here, by torchrun, stopped in the middle, and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+RUN = """\
+[model]
+name = "tiny"
+num_layers = 2
+hidden = 32
+num_heads = 4
+num_kv_heads = 2
+head_dim = 8
+ffn = 64
+vocab = 300
+max_seq_len = 32
+norm = "rmsnorm"
+activation = "swiglu"
+positions = "rope"
+tied = false
+[job]
+global_batch = 4
+seq_len = 32
+num_steps = 3
+precision = "fp32"
+[data]
+text = "*.txt"
+[layout]
+tensor = 2
+pipeline = 1
+data = 1
+micro_batch = 2
+zero = 0
+"""
+FOREVER = ["--set", "job.num_steps=1000000"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    Path("run.toml").write_text(RUN)
+    Path("text.txt").write_text("the ranks of a phalanx hold each other's shields; " * 100)
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(words, capture_output=True, text=True, timeout=110)
+
+
+def losses(folder: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_started_here_and_by_torchrun_alike():
+    here = command("phalanx", "train", "run.toml", "--run-dir", "here")
+    assert here.returncode == 0, here.stderr
+    assert here.stdout.count("step ") == 3
+    there = command("torchrun", "--nproc-per-node=2", "--no-python", "phalanx", "train", "run.toml", "--run-dir=there")
+    assert there.returncode == 0, there.stderr
+    assert there.stdout.count("step ") == 3, "rank 0 speaks, rank 1 does not"
+    assert losses("here") == losses("there")
+    for folder in ("here", "there"):
+        assert {path.name for path in Path(folder, "logs").iterdir()} == {"rank-00000.log", "rank-00001.log"}
+        assert "step " in Path(folder, "logs/rank-00000.log").read_text()
+
+
+def until(condition: Callable[[], object], limit_s: float = 80.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_rank_that_is_killed_in_a_step_is_named():
+    with subprocess.Popen(
+        ["phalanx", "train", "run.toml", "--run-dir", "run", *FOREVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            until(lambda: Path("run/metrics.jsonl").exists() and len(losses("run")) > 2)
+            (agent,) = children(process.pid)
+            os.kill(children(agent)[1], signal.SIGKILL)
+            _, report = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 3
+    assert "rank 1 (pipeline 0 data 0 tensor 1) on " in report
+    assert "killed by signal 9" in report
+    assert "of group tensor" in report, "the last record of each rank"
+    assert Path("run/failure.txt").exists()
+
+
+def test_torchrun_that_is_killed_takes_its_ranks_along():
+    with subprocess.Popen(
+        ["torchrun", "--nproc-per-node=2", "--no-python", "phalanx", "train", "run.toml", "--run-dir=run", *FOREVER],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            until(lambda: Path("run/metrics.jsonl").exists() and len(losses("run")) > 2)
+            ranks = children(process.pid)
+        finally:
+            process.kill()
+    assert len(ranks) == 2
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10.0)
