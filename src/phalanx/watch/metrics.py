@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 from phalanx.errors import InputError
 
@@ -48,12 +47,12 @@ class MetricsWriter:
     """Appends StepRecords to metrics.jsonl, each line whole and at once readable."""
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, record: StepRecord) -> None:
         """Append one line."""
-        self._file.write(json.dumps(asdict(record)) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
 
 
 def read(path: Path) -> list[StepRecord]:
