@@ -7,6 +7,7 @@ counts are not equal costs.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,8 +95,10 @@ def balance(model: ModelSpec, seq_len: int, num_stages: int, tensor: int = 1) ->
     costs[0] += embedding_cost(model)
     costs[-1] += head_cost(model)
     ends = (0, num_stages - 1)
+    queue = [(cost, False, i in ends, -i) for i, cost in enumerate(costs)]
+    heapq.heapify(queue)
     for _ in range(model.num_layers):
-        cheapest = min(range(num_stages), key=lambda i: (costs[i], counts[i] > 0, i in ends, -i))
-        counts[cheapest] += 1
-        costs[cheapest] += layer
+        cost, _, at_end, number = queue[0]
+        counts[-number] += 1
+        heapq.heapreplace(queue, (cost + layer, True, at_end, number))
     return tuple(counts)

@@ -21,7 +21,7 @@ TIME_KINDS = ("compute", "recompute", "tensor", "pipeline", "data", "optimizer",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Layouts that share pipeline size, schedule and virtual stages, fully priced.
+    """Layouts that share pipeline size, schedule, virtual stages and copies of kv heads, fully priced.
 
     `rows` are their places among all candidates, `places` [chunks, coordinates] their stages,
     `memory` by kind and `held` are [layouts, coordinates]; `step_s` uses the bound on the pipeline's time.
@@ -49,9 +49,10 @@ class Group:
 def stage_layers(model: ModelSpec, seq_len: int, engine: Engine, layouts: Candidates) -> Array:
     """Layers of each stage under the engine's rule, [stages]: given, balanced by cost, in equal numbers (what is left
     over goes to the first stages), with embedding and head counted as a layer each, or by thresholds."""
-    stages = int(layouts.num_stages[0])
+    stages, tensor = int(layouts.num_stages[0]), int(layouts.tensor[0])
     if layouts.stage_layers is not None or engine.balance == "cost":
-        return np.array([len(stage.layers) for stage in split(model, seq_len, stages, layouts.stage_layers)])
+        found = split(model, seq_len, stages, layouts.stage_layers, tensor=tensor)
+        return np.array([len(stage.layers) for stage in found])
     if engine.balance == "thresholds":
         return _thresholds(model, stages)
     extra = 2 if engine.balance == "blocks" and stages > 1 else 0
@@ -85,6 +86,9 @@ def estimate(
     priced = costs(model, job, cluster, engine, layouts)
     keys = (layouts.pipeline * (model.num_layers + 1) + layouts.virtual_stages) * len(layouts.schedules)
     keys = keys + layouts.schedule
+    # Copied kv heads make layers dearer, so the balance of stages may differ.
+    copies = np.maximum(1, layouts.tensor // model.num_kv_heads)
+    keys = keys * (int(copies.max()) + 1) + copies
     order = np.argsort(keys, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
         yield _group(model, job, cluster, engine, layouts.take(rows), priced.take(rows), rows)
