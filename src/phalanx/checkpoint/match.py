@@ -17,9 +17,9 @@ from phalanx.spec.model import ModelSpec
 _FREE = {"name", "init_std", "dropout", "attention_dropout"}
 
 
-def parameters(plan: Plan) -> Mapping[str, Parameter]:
+def parameters(model: ModelSpec) -> Mapping[str, Parameter]:
     """All global tensors of the model, by name: those that one rank alone would hold."""
-    buffers = rank_buffers(plan.model, Layout(), Coord(), plan.job.seq_len)
+    buffers = rank_buffers(model, Layout(), Coord(), model.max_seq_len)
     return {piece.parameter.name: piece.parameter for buffer in buffers for piece in buffer.pieces}
 
 
@@ -35,7 +35,7 @@ def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
 def check_tensors(manifest: Manifest, plan: Plan, pieces: Iterable[Piece], where: str) -> None:
     """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
     dtypes = {piece.kind: DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
-    expected = parameters(plan)
+    expected = parameters(plan.model)
     stored: dict[tuple[str, str], Stored] = {(entry.kind, entry.name): entry for entry in manifest.tensors}
     kinds = {kind for kind, _ in stored}
     problems = []

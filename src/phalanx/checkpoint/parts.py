@@ -58,7 +58,7 @@ def _assert_complete(tensors: Sequence[Stored], plan: Plan) -> None:
     for entry in tensors:
         counts[entry.kind, entry.name] = counts.get((entry.kind, entry.name), 0) + entry.rectangle.num_elements
     for kind in dict.fromkeys(entry.kind for entry in tensors):
-        for name, parameter in parameters(plan).items():
+        for name, parameter in parameters(plan.model).items():
             have, need = counts.get((kind, name), 0), math.prod(parameter.shape)
             assert have == need, f"{have} of {need} elements of {kind} of {name} have an owner"
 

@@ -19,8 +19,8 @@ Wanted = Sequence[tuple[Piece, Rectangle]]
 
 
 def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[Piece], *, check: bool = True) -> None:
-    """Fill the pieces' tensors. Only blocks that hold something wanted are read, each once, with its checksum compared
-    unless `check` is off.
+    """Fill the pieces' tensors, casting to their types. Only blocks that hold something wanted are read, each once,
+    with its checksum compared unless `check` is off.
 
     Raises DamagedCheckpointError, which names file, bytes and tensor, also where a piece is not covered.
     """
@@ -71,7 +71,8 @@ def _read_block(
 ) -> None:
     piece, box = overlaps[0]
     direct = _part(piece.tensor, piece.rectangle, box)
-    fits = box == block.rectangle and direct.is_contiguous() and direct.device.type == "cpu"
+    same = direct.dtype == DTYPES[entry.dtype] and direct.device.type == "cpu"
+    fits = same and box == block.rectangle and direct.is_contiguous()
     flat = direct.view(-1).view(torch.uint8) if fits else scratch[: block.num_bytes]
     data = memoryview(flat.numpy())
     length = _read_fully(descriptor, data, block.offset)

@@ -95,9 +95,9 @@ def load(
     missing or damaged anywhere, CheckpointError if the checkpoint is of another model; the pieces are then unusable.
     """
     pieces, device = list(pieces), device or torch.device("cpu")
-    manifest, there = _together(comm, device, DamagedCheckpointError, lambda: _opened(path))
-    _together(comm, device, CheckpointError, lambda: _check_fit(path, manifest, there, plan, pieces))
-    _together(comm, device, DamagedCheckpointError, lambda: read_pieces(path, manifest, pieces, check=check))
+    manifest, there = together(comm, device, DamagedCheckpointError, lambda: opened(path))
+    together(comm, device, CheckpointError, lambda: _check_fit(path, manifest, there, plan, pieces))
+    together(comm, device, DamagedCheckpointError, lambda: read_pieces(path, manifest, pieces, check=check))
     changes = tuple(change for change in plan.differences(there) if not change.startswith(_UNTOLD))
     return Loaded(path=path, step=manifest.step, extra=manifest.extra, changes=changes)
 
@@ -136,7 +136,11 @@ def _steps(run_dir: RunDir, comm: Comm, device: torch.device) -> list[int]:
     return [int(step) for step in steps.tolist()]
 
 
-def _opened(path: Path) -> tuple[Manifest, Plan]:
+def opened(path: Path) -> tuple[Manifest, Plan]:
+    """The manifest of the checkpoint at `path` and the plan that wrote it; contents of tensors are not read.
+
+    Raises DamagedCheckpointError.
+    """
     manifest = folders.whole(path)
     known = manifest.files[PLAN]
     if zlib.crc32((path / PLAN).read_bytes()) != known.head_crc32:
@@ -149,8 +153,8 @@ def _check_fit(path: Path, manifest: Manifest, there: Plan, plan: Plan, pieces: 
     check_tensors(manifest, plan, pieces, str(path))
 
 
-def _together(comm: Comm, device: torch.device, kind: type[CheckpointError], act: Callable[[], _Result]) -> _Result:
-    """Do the same on all ranks; if it fails on any, raise `kind` on all."""
+def together(comm: Comm, device: torch.device, kind: type[CheckpointError], act: Callable[[], _Result]) -> _Result:
+    """Do the same on all ranks; if it fails on any, raise `kind`, an error for users, on all."""
     mine: InputError | None = None
     try:
         result = act()

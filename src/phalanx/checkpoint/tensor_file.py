@@ -8,9 +8,10 @@ checksums.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -56,12 +57,13 @@ class Piece(Protocol):
 
 def write_tensors(path: Path, pieces: Sequence[Piece]) -> tuple[StoredFile, list[Stored]]:
     """Write the pieces, all of one kind, into a new file and force it to the disk. Raises OSError."""
-    header, offset = _header(pieces)
+    head = header(_listed(piece) for piece in pieces)
+    offset = len(head)
     stored = []
     with path.open("xb", buffering=_WRITE_BUFFER_BYTES) as file:
-        file.write(header)
+        file.write(head)
         for piece in pieces:
-            data = _bytes(piece.tensor)
+            data = bytes_of(piece.tensor)
             size = block_rows(len(data) // piece.rectangle.shape[0]) * (len(data) // piece.rectangle.shape[0])
             checksums = []
             for first in range(0, len(data), size):
@@ -72,8 +74,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> tuple[StoredFile, list
             offset += len(data)
         file.flush()
         os.fsync(file.fileno())
-    head = StoredFile(num_bytes=offset, head_bytes=len(header), head_crc32=zlib.crc32(header))
-    return head, stored
+    return StoredFile(num_bytes=offset, head_bytes=len(head), head_crc32=zlib.crc32(head)), stored
 
 
 def key(name: str, shape: tuple[int, ...], rectangle: Rectangle) -> str:
@@ -83,19 +84,21 @@ def key(name: str, shape: tuple[int, ...], rectangle: Rectangle) -> str:
     return f"{name}@" + ",".join(f"{a}:{b}" for a, b in zip(rectangle.start, rectangle.stop, strict=True))
 
 
-def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
-    """The header with its size before it, and the offset of the first tensor: its length."""
+def _listed(piece: Piece) -> tuple[str, str, tuple[int, ...]]:
+    name = key(piece.parameter.name, piece.parameter.shape, piece.rectangle)
+    return name, DTYPE_NAMES[piece.tensor.dtype], piece.rectangle.shape
+
+
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a file that holds the tensors (name, type, shape), in this order and without gaps."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for piece in pieces:
-        begin, end = end, end + piece.tensor.nbytes
-        name = key(piece.parameter.name, piece.parameter.shape, piece.rectangle)
-        dtype = DTYPE_NAMES[piece.tensor.dtype]
-        table[name] = {"dtype": dtype, "shape": piece.rectangle.shape, "data_offsets": [begin, end]}
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    return header, len(header)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _entry(piece: Piece, file: str, offset: int, checksums: list[int]) -> Stored:
@@ -113,7 +116,7 @@ def _entry(piece: Piece, file: str, offset: int, checksums: list[int]) -> Stored
     )
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's bytes, row-major, without a copy where it lies so in host memory."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())

@@ -47,12 +47,14 @@ class CheckpointSpec:
     """A checkpoint every `every_steps` steps (0: only at the end); the newest `keep` are kept (0: all).
 
     `resume` "auto" goes on from the newest checkpoint in the run folder if there is one, "never" starts anew; a path
-    goes on from that checkpoint.
+    goes on from that checkpoint. A run that has nothing to go on from starts with the weights of `init_from`, a Hugging
+    Face folder or a checkpoint, where it is given.
     """
 
     every_steps: Whole = 0
     keep: Whole = 3
     resume: str = "auto"
+    init_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """A run file, with `--set` overrides, into specs: the one door for TOML. Every mistake is reported at once.
 
-Relative paths in a run file (`data.path`, `data.text`, `checkpoint.resume`, `model.hf`, `cluster.file`) start from the
-run file's folder, those in an override from the current folder. They leave here absolute, so that a plan can be run
-from anywhere.
+Relative paths in a run file (`data.path`, `data.text`, `checkpoint.resume`, `checkpoint.init_from`, `model.hf`,
+`cluster.file`) start from the run file's folder, those in an override from the current folder. They leave here
+absolute, so that a plan can be run from anywhere.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def _job(check: Checker, tables: Mapping[str, dict[str, Any]]) -> JobSpec | None
         return {} if value is None or value in words else {key[1]: str(check.document.path(key, value))}
 
     data = replace(data, **absolute("data", "path"), **absolute("data", "text", words=[PYTHON_STDLIB]))
-    checkpoint = replace(checkpoint, **absolute("checkpoint", "resume", words=["auto", "never"]))
+    resume = absolute("checkpoint", "resume", words=["auto", "never"])
+    checkpoint = replace(checkpoint, **resume, **absolute("checkpoint", "init_from"))
     return JobSpec(**values, optimizer=optimizer, data=data, checkpoint=checkpoint)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.store import resume
+from phalanx.checkpoint.weights import initialize
 from phalanx.errors import CheckpointError, RunError
 from phalanx.rundir import RunDir
 from phalanx.trainer.engine import Engine
@@ -23,7 +25,8 @@ class Continuation:
         self._restored = 0
 
     def restore(self) -> int:
-        """Load what `job.checkpoint.resume` asks for. Returns the number of steps that are done already.
+        """Load what `job.checkpoint.resume` asks for, or else the weights to start with, if `init_from` names some.
+        Returns the number of steps that are done already.
 
         Raises CheckpointError where going on would not continue that run: see `checkpoint.store.resume`.
         """
@@ -31,6 +34,7 @@ class Continuation:
         how = job.checkpoint.resume
         loaded = resume(self._run_dir, how, engine.plan, self._pieces, self._world, say=self._say, device=engine.device)
         if loaded is None:
+            self._initialize()
             return 0
         before, now = loaded.extra["num_samples"], loaded.step * job.global_batch
         if before != now:
@@ -44,6 +48,13 @@ class Continuation:
         if loaded.step >= job.num_steps:
             self._say(f"already at step {loaded.step} of {job.num_steps}: raise job.num_steps to train on")
         return loaded.step
+
+    def _initialize(self) -> None:
+        engine, path = self._engine, self._job.checkpoint.init_from
+        if path:
+            weights = initialize(Path(path), engine.plan, self._pieces, self._world, device=engine.device)
+            engine.publish()
+            self._say(f"starting with the weights of {weights.path}")
 
     def after(self, step: int) -> None:
         """After each step: save in the background if one is due, and complete a save whose files are written."""

@@ -1,0 +1,95 @@
+"""The small files beside the weights in a Hugging Face folder: the tokenizer's, and how to generate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.hf_folder import CONFIG
+from phalanx.errors import CheckpointError
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+_CARRIED = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+_END_OF_DOCUMENT = "<|endoftext|>"
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def tokenizer_folder(folders: Sequence[Path]) -> Path | None:
+    """The first of `folders` that has a tokenizer.json."""
+    return next((folder for folder in folders if (folder / TOKENIZER).is_file()), None)
+
+
+def carry(folders: Sequence[Path], target: Path, max_seq_len: int) -> None:
+    """Copy the tokenizer's files from where they are into the folder `target`, and write its generation_config.json.
+
+    A tokenizer trained here has no tokenizer_config.json; it gets one, so that transformers reads it as it is. Raises
+    CheckpointError for a file that is not JSON, OSError.
+    """
+    source = tokenizer_folder(folders)
+    if source is not None:
+        for name in _CARRIED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, target / name)
+        if not (target / TOKENIZER_CONFIG).exists():
+            write_json(target / TOKENIZER_CONFIG, _tokenizer_config(source, max_seq_len))
+    write_json(target / GENERATION_CONFIG, generation_config(folders))
+
+
+def generation_config(folders: Sequence[Path]) -> dict[str, Any]:
+    """How to generate: what a generation_config.json among `folders` says; else the token ids of a config.json, or
+    those of the tokenizer."""
+    for folder in folders:
+        if (folder / GENERATION_CONFIG).is_file():
+            return _read_json(folder / GENERATION_CONFIG)
+        if (folder / CONFIG).is_file():
+            return {name: value for name, value in token_ids(_read_json(folder / CONFIG)).items() if value is not None}
+    source = tokenizer_folder(folders)
+    end = _end_of_document(source) if source else None
+    return {} if end is None else {"eos_token_id": end}
+
+
+def token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids of special tokens, null where there is none: transformers' own defaults would be another tokenizer's."""
+    return {name: config.get(name) for name in _TOKEN_IDS}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write as people like to read it. Raises OSError."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _tokenizer_config(source: Path, max_seq_len: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
+    return config if _end_of_document(source) is None else {**config, "eos_token": _END_OF_DOCUMENT}
+
+
+def _end_of_document(folder: Path) -> int | None:
+    for token in _read_json(folder / TOKENIZER).get("added_tokens", ()):
+        if token["content"] == _END_OF_DOCUMENT:
+            return int(token["id"])
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"is not JSON: {error}", where=str(path)) from None
+    if not isinstance(content, dict):
+        raise CheckpointError("is not a table of keys", where=str(path))
+    return content
