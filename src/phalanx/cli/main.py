@@ -24,6 +24,7 @@ from phalanx.errors import InputError, PhalanxError
 COMMANDS = {
     "train": "train what a run file or a plan describes, here or as one of the processes of torchrun or srun",
     "plan": "rank every legal layout for a run file",
+    "checkpoint": "list checkpoints, or compare all their checksums",
     "data": "build or inspect token files",
     "schedule": "draw a pipeline schedule",
 }

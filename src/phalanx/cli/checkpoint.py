@@ -1,0 +1,66 @@
+"""`phalanx checkpoint list|verify`: which checkpoints there are, and whether each byte is as it was written."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint.survey import Seen
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx checkpoint`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify")
+    for name, what in (
+        ("list", "step, age, size and layout of each checkpoint, and whether its files are all there in full"),
+        ("verify", "read everything and compare all checksums; exit code 1 if anything is wrong"),
+    ):
+        action = actions.add_parser(name, help=what, description=what)
+        action.add_argument("path", type=Path, help="a run folder, a folder of checkpoints, or one checkpoint")
+        action.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List or verify; returns the exit code."""
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from phalanx.checkpoint.survey import locate, survey
+
+    contents, found = arguments.action == "verify", []
+    columns = (TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not contents) as progress:
+        for step, path in locate(arguments.path):
+            task = progress.add_task(f"reading {path.name}", total=None)
+            on_bytes = functools.partial(progress.advance, task)
+            found.append(survey(step, path, contents=contents, on_bytes=on_bytes))
+            progress.remove_task(task)
+    if arguments.json:
+        sys.stdout.write(json.dumps([asdict(entry) for entry in found]) + "\n")
+    else:
+        _show(found, contents)
+    return int(contents and any(entry.problems for entry in found))
+
+
+def _show(found: list[Seen], contents: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from phalanx.units import format_bytes
+
+    table = Table("step", "written", "size", "layout", "whole", box=None)
+    for entry in found:
+        whole = "damaged" if entry.problems else "all checksums match" if contents else "all files there"
+        written = entry.written_at.replace("T", " ").removesuffix("+00:00")
+        size = format_bytes(entry.num_bytes) if entry.num_bytes else ""
+        table.add_row(str(entry.step), written, size, entry.layout, whole)
+    Console(highlight=False).print(table)
+    for entry in found:
+        for problem in entry.problems:
+            sys.stdout.write(f"{problem}\n")
