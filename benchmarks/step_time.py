@@ -1,0 +1,275 @@
+"""How long a step takes in every layout, beside the same model in torch alone: `python benchmarks/step_time.py`.
+
+All contenders take turns, round by round, so that what else the machine does hits all alike. The figure to trust on a
+shared machine is CPU seconds per step, summed over ranks, as a ratio within one round; the median of the rounds is held
+against aims.json, and the exit code is 1 if one exceeds its aim by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import plain_model
+import torch
+from crew import Contender, Steps, Turn, take_turn
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.data.source import Source
+from phalanx.data.tokens import TokenWriter
+from phalanx.launch.port import listen
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.rundir import RunDir
+from phalanx.spec.cluster import ClusterSpec, Device, Link
+from phalanx.spec.job import DataSpec, JobSpec
+from phalanx.spec.model import ModelSpec
+from phalanx.trainer import loop
+from phalanx.trainer.engine import Engine
+from phalanx.trainer.process import keep_freed_memory
+from phalanx.trainer.world import join
+
+MODEL = ModelSpec(
+    name="benchmark",
+    num_layers=8,
+    hidden=256,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=32,
+    ffn=768,
+    vocab=4096,
+    max_seq_len=256,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rope",
+    tied=False,
+)
+SEQ_LEN, GLOBAL_BATCH, NUM_MICRO_BATCHES = 256, 16, 4
+LAYOUTS = {
+    "one process": Layout(micro_batch=4),
+    "data 2": Layout(data=2, micro_batch=4),
+    "data 2, ZeRO 1": Layout(data=2, zero=1, micro_batch=4),
+    "pipeline 2": Layout(pipeline=2, micro_batch=4),
+    "tensor 2": Layout(tensor=2, micro_batch=4),
+    "tensor 2, sequence parallel": Layout(tensor=2, sequence_parallel=True, micro_batch=4),
+    "tensor 2 × data 2": Layout(tensor=2, data=2, micro_batch=4),
+    "tensor 2 × pipeline 2": Layout(tensor=2, pipeline=2, micro_batch=4),
+    "2 × 2 × 2": Layout(tensor=2, pipeline=2, data=2, micro_batch=2),
+    "2 × 2 × 2, sequence parallel": Layout(tensor=2, pipeline=2, data=2, sequence_parallel=True, micro_batch=2),
+}
+PEERS = {
+    "one process": "plain",
+    "data 2": "DistributedDataParallel",
+    "data 2, ZeRO 1": "DistributedDataParallel",
+    "pipeline 2": "pipelining 1F1B",
+    "tensor 2": "DTensor",
+    "tensor 2, sequence parallel": "DTensor",
+    "tensor 2 × data 2": "DTensor × fully_shard",
+    "tensor 2 × pipeline 2": "DTensor × 1F1B",
+    "2 × 2 × 2": "DTensor × fully_shard × 1F1B",
+    "2 × 2 × 2, sequence parallel": "DTensor × fully_shard × 1F1B",
+}
+TOLERANCE = 0.05
+AXES = ("tensor", "pipeline", "data")
+_ANYTHING = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
+
+Rounds = Mapping[str, Sequence[Turn]]
+
+
+def ours(name: str, layout: Layout, data: Path) -> Contender:
+    """This trainer with `layout`, over the tokens at the prefix `data`."""
+    device = Device(name="unknown", memory_bytes=2**33, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11})
+    plan = Plan(
+        model=MODEL,
+        cluster=ClusterSpec(
+            name="here",
+            num_nodes=1,
+            devices_per_node=layout.num_ranks,
+            device=device,
+            intra_node=_ANYTHING,
+            inter_node=_ANYTHING,
+        ),
+        job=JobSpec(
+            global_batch=GLOBAL_BATCH,
+            seq_len=SEQ_LEN,
+            num_steps=1000,
+            precision="fp32",
+            data=DataSpec(path=str(data)),
+        ),
+        layout=layout,
+    )
+
+    def load() -> None:
+        with listen(None) as free:
+            address, port = free.getsockname()
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(layout.num_ranks))
+
+    def steps(rank: int, folder: Path) -> Steps:
+        keep_freed_memory()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        world = join(plan, RunDir(folder))
+        source = Source(data, SEQ_LEN, plan.job.seed, GLOBAL_BATCH, MODEL.vocab)
+        engine = Engine(plan, world.coord, world.comm, world.device)
+        clock = loop.Clock(world.recorder)
+        try:
+            for number in itertools.count():
+                before = dict(world.recorder.seconds)
+                loop.step(engine, source, clock, number)
+                yield {kind: total - before.get(kind, 0.0) for kind, total in world.recorder.seconds.items()}
+        finally:
+            world.close()
+
+    return Contender(name=name, num_ranks=layout.num_ranks, steps=steps, load=load)
+
+
+def references() -> list[Contender]:
+    """Torch alone, over random tokens: what they are does not change the time."""
+    samples = torch.randint(0, MODEL.vocab, (GLOBAL_BATCH, SEQ_LEN + 1))
+    torch_alone = plain_model.Reference(
+        MODEL, samples[:, :-1].contiguous(), samples[:, 1:].contiguous(), NUM_MICRO_BATCHES
+    )
+    made = {
+        "plain": (1, torch_alone.plain),
+        "plain, our allocator settings": (1, torch_alone.plain_keeping_memory),
+        "DistributedDataParallel": (2, torch_alone.data_parallel),
+        "pipelining 1F1B": (2, torch_alone.pipeline_parallel),
+        "DTensor": (2, torch_alone.tensor_parallel),
+        "DTensor × fully_shard": (4, torch_alone.tensor_and_data_parallel),
+        "DTensor × 1F1B": (4, torch_alone.tensor_and_pipeline_parallel),
+        "DTensor × fully_shard × 1F1B": (8, torch_alone.composed),
+    }
+    return [
+        Contender(name=name, num_ranks=num_ranks, steps=steps, load=plain_model.load)
+        for name, (num_ranks, steps) in made.items()
+    ]
+
+
+def run(names: Sequence[str], num_rounds: int, num_steps: int, with_references: bool, console: Console) -> Rounds:
+    """Let the layouts `names` and the references take `num_rounds` turns of `num_steps` steps each."""
+    turns: dict[str, list[Turn]] = {}
+    with TemporaryDirectory() as folder:
+        data = Path(folder) / "tokens"
+        with TokenWriter(data, np.uint16) as writer:
+            writer.add(np.random.default_rng(0).integers(0, MODEL.vocab, 64 * GLOBAL_BATCH * SEQ_LEN, dtype=np.uint16))
+            writer.end_document()
+        contenders = [ours(name, LAYOUTS[name], data) for name in names]
+        if with_references:
+            wanted = {"plain, our allocator settings", *(PEERS[name] for name in names)}
+            contenders += [reference for reference in references() if reference.name in wanted]
+        for number in range(num_rounds):
+            for contender in contenders:
+                with console.status(f"round {number + 1} of {num_rounds}: {contender.name}"):
+                    turns.setdefault(contender.name, []).append(take_turn(contender, num_steps))
+    return turns
+
+
+def ratios(turns: Rounds, name: str, base: str) -> list[float]:
+    """CPU seconds of one contender over those of another, round by round; empty if either did not run."""
+    if name not in turns or base not in turns:
+        return []
+    return [mine.cpu_s / theirs.cpu_s for mine, theirs in zip(turns[name], turns[base], strict=True)]
+
+
+def failures(turns: Rounds, aims: Mapping[str, Mapping[str, float | str]]) -> list[str]:
+    """What exceeds its aim by more than 5 %, in words."""
+    found = []
+    for name, aim in aims.items():
+        over = ratios(turns, name, str(aim["of"]))
+        if over and statistics.median(over) > float(aim["cpu"]) * (1 + TOLERANCE):
+            found.append(f"{name}: {statistics.median(over):.2f} of the CPU seconds of {aim['of']}, aim {aim['cpu']}")
+        if name in turns and "peak_gib" in aim and _peak_gib(turns[name]) > float(aim["peak_gib"]) * (1 + TOLERANCE):
+            found.append(f"{name}: {_peak_gib(turns[name]):.2f} GiB per process, aim {aim['peak_gib']}")
+    return found
+
+
+def table(turns: Rounds, aims: Mapping[str, Mapping[str, float | str]]) -> Table:
+    """All contenders, one a row."""
+    shown = Table(title="One optimizer step, 8.9 M parameters, 4,096 tokens", title_justify="left")
+    shown.add_column("layout")
+    columns = (
+        "CPU s",
+        "wall s",
+        "CPU ratio",
+        "best",
+        "aim",
+        "of peer",
+        "compute",
+        *AXES,
+        "other",
+        "idle",
+        "GiB",
+        "aim",
+    )
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for name, mine in turns.items():
+        aim = aims.get(name, {})
+        over = ratios(turns, name, str(aim.get("of", "plain"))) if name != "plain" else []
+        peer = ratios(turns, name, PEERS.get(name, ""))
+        last = min(mine, key=lambda turn: turn.wall_s)
+        shown.add_row(
+            name,
+            f"{statistics.median(turn.cpu_s for turn in mine):.2f}",
+            f"{statistics.median(turn.wall_s for turn in mine):.2f}",
+            *((f"{statistics.median(over):.2f}", f"{min(over):.2f}") if over else ("", "")),
+            str(aim.get("cpu", "")),
+            f"{statistics.median(peer):.2f}" if peer else "",
+            *_split(last, name in LAYOUTS),
+            f"{_peak_gib(mine):.2f}",
+            str(aim.get("peak_gib", "")),
+        )
+    return shown
+
+
+def _split(turn: Turn, counted: bool) -> list[str]:
+    """Shares of the average rank's time: computing, blocked on each axis and on the rest; and how idle the cores were
+    that this contender could have used."""
+    if not counted:
+        return [""] * (len(AXES) + 3)
+    other = sum(share for kind, share in turn.blocked.items() if kind not in AXES)
+    shares = [1 - sum(turn.blocked.values()), *(turn.blocked.get(axis, 0.0) for axis in AXES), other, turn.idle]
+    return [f"{share:.0%}" for share in shares]
+
+
+def _peak_gib(turns: Sequence[Turn]) -> float:
+    return statistics.median(turn.peak_bytes for turn in turns) / 2**30
+
+
+def main() -> int:
+    """Run, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=tuple(LAYOUTS), help="only these")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default 3)")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of a turn (default 2)")
+    parser.add_argument("--no-references", action="store_true", help="leave torch alone out")
+    parser.add_argument("--json", action="store_true", help="print all turns as JSON instead of a table")
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # a process with idle threads must not be forked
+    aims = json.loads((Path(__file__).parent / "aims.json").read_text(encoding="utf-8"))
+    names = [name for name in LAYOUTS if name in given.layouts or name == "one process"]
+    turns = run(names, given.rounds, given.steps, not given.no_references, Console(stderr=True))
+    if given.json:
+        print(json.dumps({name: [asdict(turn) for turn in mine] for name, mine in turns.items()}, indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else 180).print(table(turns, aims))
+    missed = failures(turns, aims)
+    for line in missed:
+        print(f"missed: {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
