@@ -83,6 +83,18 @@ UNUSUAL = {
         tiny_model("gpt2", num_layers=8),
         Layout(pipeline=4, data=2, zero=1, virtual_stages=2, schedule="dualpipe-v"),
     ),
+    "zero 2": (tiny_model("gpt2"), Layout(data=2, pipeline=2, zero=2)),
+    "zero 2, tensor": (tiny_model(), Layout(data=2, tensor=2, zero=2, sequence_parallel=True, micro_batch=2)),
+    "zero 3": (tiny_model(), Layout(data=4, zero=3)),
+    "zero 3, tied": (tiny_model("gpt2"), Layout(data=2, zero=3)),
+    "zero 3, gpipe": (tiny_model(tied=True), Layout(data=2, pipeline=2, zero=3, schedule="gpipe")),
+    "zero 3, interleaved": (
+        tiny_model("gpt2"),
+        Layout(data=2, pipeline=2, tensor=2, zero=3, virtual_stages=2, schedule="interleaved-1f1b"),
+    ),
+    "recompute": (tiny_model(), Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="full")),
+    "recompute, zero 3": (tiny_model("gpt2"), Layout(data=2, tensor=2, zero=3, recompute="full")),
+    "recompute, zero bubble": (tiny_model(), Layout(pipeline=2, tensor=2, schedule="zb-h1", recompute="full")),
     "one micro-batch": (tiny_model(), Layout(pipeline=2, tensor=2, micro_batch=8)),
     "small buckets": (tiny_model(), Layout(data=2, zero=1, bucket_bytes=1)),
     "odd sizes": (

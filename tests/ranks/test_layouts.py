@@ -66,11 +66,11 @@ def padding(buffers: tuple[FlatBuffer, ...]) -> float:
     """The largest absolute value that stands in padding: must stay zero."""
     worst = 0.0
     for buffer in buffers:
-        real = torch.zeros_like(buffer.parameters, dtype=torch.bool)
+        real = torch.zeros(buffer.layout.num_elements, dtype=torch.bool)
         for piece in buffer.layout.pieces:
             real[piece.offset : piece.offset + piece.rectangle.num_elements] = True
         for values in (buffer.parameters, buffer.gradients):
-            if not real.all():
+            if not real.all() and values.untyped_storage().size():
                 worst = max(worst, values[~real].abs().max().item())
     return worst
 

@@ -162,6 +162,10 @@ def _devices(cluster: ClusterSpec, layout: Layout) -> Iterator[Problem]:
         yield _problem("tensor", what, f"tensor = {_listed(inside)}")
 
 
+SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
+"""Schedules with actions of their own for weight gradients."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """Something that a layout may say, and a planner may rank, but the trainer cannot run."""
@@ -180,16 +184,16 @@ LIMITS = (
         instead="context = 1",
     ),
     Limit(
-        key="zero",
-        beyond=lambda layout: layout.zero > 1,
-        what="the trainer does not cut gradients or parameters over the data axis",
-        instead="zero = 1",
+        key="recompute",
+        beyond=lambda layout: layout.recompute == "selective",
+        what="the trainer does not recompute single operations",
+        instead='recompute = "full", or "none"',
     ),
     Limit(
-        key="recompute",
-        beyond=lambda layout: layout.recompute != "none",
-        what="the trainer does not recompute activations",
-        instead='recompute = "none", and a smaller micro_batch where memory is short',
+        key="zero",
+        beyond=lambda layout: layout.zero >= 2 and layout.schedule in SPLIT_BACKWARD,
+        what="gradients that are cut after every backward cannot wait for weight-gradient actions",
+        instead="zero = 1, or a schedule that does not split backward",
     ),
 )
 """Each line goes when the trainer can do it."""

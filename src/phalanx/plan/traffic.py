@@ -6,7 +6,7 @@ for every layout of up to 8 ranks. Bytes are payloads as `plan.comm.Comm` define
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.comm import Operation
@@ -80,10 +80,11 @@ class _Traffic:
 
     def _tensor(self, stage: Stage) -> Iterator[Message]:
         """Two half-blocks per layer, each opened and closed once forward and once backward; both ends of the model."""
+        forwards = 2 if self.plan.layout.recompute == "full" else 1
         for half_block in ("attention", "mlp"):
             count = len(stage.layers)
-            yield from self._opened(f"{half_block} input", count)
-            yield from self._closed(f"{half_block} output", count)
+            yield from self._opened(f"{half_block} input", count * forwards)
+            yield from self._closed(f"{half_block} output", count * forwards)
             yield from self._opened(f"{half_block} output gradient", count)
             yield from self._closed(f"{half_block} input gradient", count)
         if stage.embedding:
@@ -159,20 +160,67 @@ class _Traffic:
             )
 
     def _data(self) -> Iterator[Message]:
-        """Gradients in buckets, in the order in which backward completes them; under ZeRO 1 also the new parameters."""
-        layout = self.plan.layout
-        sizes = [buffer.num_elements * self.wide_bytes for buffer in self._completed()]
+        """Gradients: in buckets as backward completes them, or under ZeRO 2 block by block after every backward. New
+        parameters: once under ZeRO 1 and 2, under ZeRO 3 whenever a block needs them whole."""
+        zero = self.plan.layout.zero
+        sizes = [buffer.num_elements for buffer in self._completed()]
+        if not sizes:
+            return
+        repeats = self.num_micro_batches if zero >= 2 else 1
+        count = len(sizes) * repeats if zero >= 2 else self._num_buckets(sizes)
+        yield Message(
+            group="data",
+            purpose="gradients",
+            operation="reduce_scatter" if zero >= 1 else "all_reduce",
+            count=count,
+            payload_bytes=sum(sizes) * repeats * self.wide_bytes,
+        )
+        gathered = [1, sum(sizes)] if zero in (1, 2) else self._gathered()
+        if zero >= 1:
+            yield Message(
+                group="data",
+                purpose="parameters",
+                operation="all_gather",
+                count=gathered[0],
+                payload_bytes=gathered[1] * self.compute_bytes,
+            )
+
+    def _num_buckets(self, sizes: Sequence[int]) -> int:
+        """Messages of at least `bucket_bytes` each, but for the last one."""
         count, bucket = 0, 0
         for size in sizes:
-            bucket += size
-            if bucket >= layout.bucket_bytes:
+            bucket += size * self.wide_bytes
+            if bucket >= self.plan.layout.bucket_bytes:
                 count, bucket = count + 1, 0
-        count += bucket > 0
-        operation: Operation = "reduce_scatter" if layout.zero >= 1 else "all_reduce"
-        yield Message(group="data", purpose="gradients", operation=operation, count=count, payload_bytes=sum(sizes))
-        if layout.zero >= 1 and sizes:
-            parameters = sum(sizes) // self.wide_bytes * self.compute_bytes
-            yield Message(group="data", purpose="parameters", operation="all_gather", count=1, payload_bytes=parameters)
+        return count + (bucket > 0)
+
+    def _gathered(self) -> list[int]:
+        """How often ZeRO 3 makes a buffer whole, and the elements of all those buffers together.
+
+        A layer's for its forward and again for its backward; the embedding's for its forward; the head's for the time
+        from a forward to its backward, and with it the embedding's where a tied head shares it on this rank.
+        """
+        count, elements, holders = 0, 0, dict.fromkeys(range(len(self.stages)), 0)
+        shared = self._shared_embedding()
+        for action in self.schedule.actions[self.coord.pipeline]:
+            forward = action.kind == "forward"
+            for buffer in self.buffers[action.chunk]:
+                if buffer.name == "head":
+                    was, holders[action.chunk] = holders[action.chunk], holders[action.chunk] + (1 if forward else -1)
+                    needed = [buffer, *shared] if forward and not was else []
+                elif buffer.name == "embedding":
+                    needed = [buffer] if forward and not (shared and any(holders.values())) else []
+                else:
+                    needed = [buffer]
+                count += len(needed)
+                elements += sum(each.num_elements for each in needed)
+        return [count, elements]
+
+    def _shared_embedding(self) -> list[Buffer]:
+        """The embedding's buffer, if a tied head on this rank uses it."""
+        buffers = {buffer.name: buffer for chunk in self.buffers for buffer in chunk}
+        both = self.plan.model.tied and {"embedding", "head"} <= buffers.keys()
+        return [buffers["embedding"]] if both else []
 
     def _completed(self) -> Iterator[Buffer]:
         """Buffers in the order in which their gradients become final: chunk by chunk as the schedule finishes them,

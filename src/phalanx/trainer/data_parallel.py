@@ -1,40 +1,41 @@
-"""Data parallelism over flat buffers: gradients are summed in buckets while backward still runs; ZeRO cuts what each
-data rank keeps.
+"""Data parallelism over flat buffers: gradients are summed while backward still runs; ZeRO cuts what each data rank
+keeps (Rajbhandari et al. 2020).
 
-ZeRO 0: gradients are all-reduced, every rank updates everything. ZeRO 1: each part of each buffer is cut evenly over
-the data axis; gradients are reduce-scattered into this rank's shards, it updates those, and parameters are gathered.
+    ZeRO 0   gradients are all-reduced in buckets, once nothing more is added to them; every rank updates everything
+    ZeRO 1   they are reduce-scattered instead; a rank updates its shards, then parameters are all-gathered
+    ZeRO 2   each block's gradients are reduce-scattered after every backward, added to a shard, and let go
+    ZeRO 3   parameters too exist as shards only: a block's are gathered before it runs, the next block's meanwhile
+
+One mechanism: each part of each buffer is cut evenly over the data axis, and a stage tells what it is about to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from phalanx.plan.comm import Comm, Work
 from phalanx.plan.shards import Part, Piece, Rectangle
 from phalanx.trainer.flat import FlatBuffer
+from phalanx.trainer.model import Block
 
 
-@dataclass(frozen=True, slots=True)
 class Slice:
-    """What this rank updates of one part: elements [start, stop) of the buffer."""
+    """What this rank updates of one part: elements [start, stop) of the buffer.
 
-    buffer: FlatBuffer
-    part: Part
-    start: int
-    stop: int
+    `parameters` (compute dtype) and `gradients` (accumulation dtype) are views of the buffer where that is whole, and
+    tensors of their own where ZeRO keeps nothing but the shard.
+    """
 
-    @property
-    def parameters(self) -> Tensor:
-        """View in the compute dtype."""
-        return self.buffer.parameters[self.start : self.stop]
-
-    @property
-    def gradients(self) -> Tensor:
-        """View in the accumulation dtype."""
-        return self.buffer.gradients[self.start : self.stop]
+    def __init__(self, buffer: FlatBuffer, part: Part, start: int, stop: int, zero: int) -> None:
+        self.buffer, self.part, self.start, self.stop = buffer, part, start, stop
+        self.parameters: Tensor = buffer.parameters[start:stop]
+        if zero >= 3:
+            self.parameters = self.parameters.clone()
+        whole = buffer.gradients
+        self.gradients: Tensor = whole[start:stop] if zero < 2 else whole.new_zeros(stop - start)
 
     def rectangles(self) -> Iterator[tuple[Piece, Rectangle, slice]]:
         """Which rectangle of which parameter each stretch of this slice holds; padding is left out."""
@@ -44,56 +45,168 @@ class Slice:
 
 
 class DataParallel:
-    """The buffers of one rank, over the Comm of its data group."""
+    """The buffers of one rank, over the Comm of its data group. `zero` is 0 where the group has one member."""
 
-    def __init__(self, buffers: Sequence[FlatBuffer], comm: Comm, zero: int, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        comm: Comm,
+        zero: int,
+        bucket_bytes: int,
+        fill: Callable[[FlatBuffer], None],
+    ) -> None:
+        """`fill(buffer)` writes the initial parameters; one buffer at a time is whole if ZeRO 3 keeps shards only."""
         self.buffers, self.comm, self.bucket_bytes = tuple(buffers), comm, bucket_bytes
-        self.sharded = zero >= 1 and comm.size > 1
-        self.slices = tuple(self._slice(buffer, part) for buffer in buffers for part in buffer.layout.parts)
+        self.zero = zero if comm.size > 1 else 0
+        self._slices: dict[FlatBuffer, tuple[Slice, ...]] = {}
+        for buffer in buffers:
+            buffer.allocate_parameters()
+            fill(buffer)
+            if self.zero < 2:
+                buffer.allocate_gradients()
+            self._slices[buffer] = tuple(self._slice(buffer, part) for part in buffer.layout.parts)
+            if self.zero == 3:
+                buffer.free_parameters()
         self._bucket: list[FlatBuffer] = []
-        self._works: list[Work] = []
+        self._reductions: deque[tuple[Work, list[FlatBuffer]]] = deque()
+        self._gathers: dict[FlatBuffer, Work] = {}
+        self._holders = dict.fromkeys(self.buffers, 0)
         self._num_final = 0
 
     def _slice(self, buffer: FlatBuffer, part: Part) -> Slice:
         start, stop = part.shard(self.comm.index, self.comm.size) if self.sharded else (part.start, part.stop)
-        return Slice(buffer, part, start, stop)
+        return Slice(buffer, part, start, stop, self.zero)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank updates shards only."""
+        return self.zero >= 1
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """What this rank updates, all of it."""
+        return tuple(part for buffer in self.buffers for part in self._slices[buffer])
 
     def zero_gradients(self) -> None:
         """Before the first action of a step."""
-        for buffer in self.buffers:
-            buffer.gradients.zero_()
+        for tensor in [part.gradients for part in self.slices] if self.zero >= 2 else self._whole_gradients():
+            tensor.zero_()
         self._num_final = 0
 
-    def on_final(self, buffer: FlatBuffer) -> None:
-        """Nothing will be added to `buffer` any more: reduce it, once enough such buffers make a bucket. All data ranks
-        run the same schedule, so they form the same buckets in the same order."""
-        self._num_final += 1
-        self._bucket.append(buffer)
-        if sum(member.gradients.nbytes for member in self._bucket) >= self.bucket_bytes:
-            self._reduce()
+    def _whole_gradients(self) -> list[Tensor]:
+        return [buffer.gradients for buffer in self.buffers]
+
+    def before_forward(self, block: Block, following: Block | None) -> None:
+        """`block` runs next, then `following` (None: unknown)."""
+        if block.backward_within_forward:
+            self._allocate_gradients(block)
+        self._hold(block.reads)
+        self._gather_ahead(following.reads if following else ())
+
+    def after_forward(self, block: Block) -> None:
+        """`block` has run. One that computes gradients on the way keeps its parameters until its backward is done."""
+        if not block.backward_within_forward:
+            self._release(block.reads)
+
+    def before_backward(self, block: Block, following: Block | None) -> None:
+        """The backward of `block` runs next, then that of `following` (None: unknown)."""
+        self._allocate_gradients(block)
+        self._hold(block.reads_in_backward)
+        self._gather_ahead(following.reads_in_backward if following else ())
+
+    def after_backward(self, block: Block, *, last: bool) -> None:
+        """The backward of `block` has run; with `last`, nothing will be added to its gradients in this step."""
+        self._release(block.reads if block.backward_within_forward else block.reads_in_backward)
+        buffer = block.buffer
+        self._num_final += last
+        if self.zero >= 2:
+            self._start_reduction([buffer])
+            # One more may be on its way while the next block computes: at most two blocks' gradients are whole.
+            while len(self._reductions) > 1:
+                self._end_reduction()
+        elif last:
+            self._bucket.append(buffer)
+            if sum(member.gradients.nbytes for member in self._bucket) >= self.bucket_bytes:
+                self._start_bucket()
 
     def finish(self) -> None:
         """Reduce what is left and wait: after this, `slices` hold the gradients of the global batch."""
         assert self._num_final == len(self.buffers), f"{self._num_final} of {len(self.buffers)} buffers became final"
         if self._bucket:
-            self._reduce()
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+            self._start_bucket()
+        while self._reductions:
+            self._end_reduction()
 
-    def _reduce(self) -> None:
+    def _start_bucket(self) -> None:
+        """All data ranks run the same schedule, so they form the same buckets in the same order."""
         bucket, self._bucket = self._bucket, []
-        if not self.sharded:
-            tensors = [buffer.gradients for buffer in bucket]
-            self._works.append(self.comm.all_reduce(tensors, purpose="gradients", async_op=True))
+        self._start_reduction(bucket)
+
+    def _start_reduction(self, bucket: list[FlatBuffer]) -> None:
+        if self.sharded:
+            parts = [part for buffer in bucket for part in self._slices[buffer]]
+            whole = [part.buffer.gradients[part.part.start : part.part.stop] for part in parts]
+            mine = [part.buffer.gradients[part.start : part.stop] for part in parts]
+            work = self.comm.reduce_scatter(whole, out=mine, purpose="gradients", async_op=True)
+        else:
+            work = self.comm.all_reduce([buffer.gradients for buffer in bucket], purpose="gradients", async_op=True)
+        self._reductions.append((work, bucket))
+
+    def _end_reduction(self) -> None:
+        work, bucket = self._reductions.popleft()
+        work.wait()
+        if self.zero >= 2:
+            for buffer in bucket:
+                for part in self._slices[buffer]:
+                    part.gradients.add_(buffer.gradients[part.start : part.stop])
+                buffer.free_gradients()
+
+    def _allocate_gradients(self, block: Block) -> None:
+        """Under ZeRO 2, whole gradients of `block` exist from here until they are reduced."""
+        if self.zero < 2:
             return
-        mine = [part for part in self.slices if part.buffer in bucket]
-        whole = [part.buffer.gradients[part.part.start : part.part.stop] for part in mine]
-        out = [part.gradients for part in mine]
-        self._works.append(self.comm.reduce_scatter(whole, out=out, purpose="gradients", async_op=True))
+        while any(buffer in bucket for _, bucket in self._reductions for buffer in block.reads):
+            self._end_reduction()
+        for buffer in block.reads:
+            buffer.allocate_gradients()
+
+    def _hold(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Under ZeRO 3, make parameters whole until `_release`."""
+        if self.zero < 3:
+            return
+        for buffer in buffers:
+            self._start_gather(buffer)
+            self._holders[buffer] += 1
+            if buffer in self._gathers:
+                self._gathers.pop(buffer).wait()
+
+    def _release(self, buffers: Sequence[FlatBuffer]) -> None:
+        if self.zero < 3:
+            return
+        for buffer in buffers:
+            self._holders[buffer] -= 1
+            if not self._holders[buffer]:
+                buffer.free_parameters()
+
+    def _gather_ahead(self, buffers: Sequence[FlatBuffer]) -> None:
+        if self.zero == 3:
+            for buffer in buffers:
+                self._start_gather(buffer)
+
+    def _start_gather(self, buffer: FlatBuffer) -> None:
+        if self._holders[buffer] or buffer in self._gathers:
+            return
+        buffer.allocate_parameters()
+        self._gathers[buffer] = self._gather([buffer], async_op=True)
+
+    def _gather(self, buffers: Sequence[FlatBuffer], *, async_op: bool = False) -> Work:
+        parts = [part for buffer in buffers for part in self._slices[buffer]]
+        whole = [part.buffer.parameters[part.part.start : part.part.stop] for part in parts]
+        return self.comm.all_gather(
+            [part.parameters for part in parts], out=whole, purpose="parameters", async_op=async_op
+        )
 
     def gather_parameters(self) -> None:
-        """Under ZeRO 1, after the update: every rank gets the parameters that the others updated."""
-        if self.sharded and self.slices:
-            whole = [part.buffer.parameters[part.part.start : part.part.stop] for part in self.slices]
-            self.comm.all_gather([part.parameters for part in self.slices], out=whole, purpose="parameters")
+        """After the update, under ZeRO 1 and 2: every rank gets the parameters that the others updated."""
+        if self.zero in (1, 2) and self.buffers:
+            self._gather(self.buffers)

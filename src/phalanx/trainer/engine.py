@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -44,12 +45,13 @@ class Engine:
             for stage in rank_stages(model, layout, coord, job.seq_len)
         ]
         self.buffers = [buffer for chunk in chunks for buffer in chunk]
-        for buffer in self.buffers:
-            fill(buffer, job.seed)
+        self.data = DataParallel(
+            self.buffers, comm("data"), layout.zero, layout.bucket_bytes, functools.partial(fill, seed=job.seed)
+        )
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
-        stages = [build(chunk, model, job.seq_len, self.parallel, embedding) for chunk in chunks]
+        recompute = layout.recompute == "full"
+        stages = [build(chunk, model, job.seq_len, self.parallel, embedding, self.data, recompute) for chunk in chunks]
         self.pipeline = self._pipeline(stages, dtype, on_action)
-        self.data = DataParallel(self.buffers, comm("data"), layout.zero, layout.bucket_bytes)
         self.optimizer = AdamW(self.data.slices, job.optimizer)
 
     def _pipeline(self, stages: Sequence[Stage], dtype: torch.dtype, on_action: Callable[[Action], None]) -> Pipeline:
@@ -87,7 +89,7 @@ class Engine:
         """Run the schedule; gradients are summed over micro-batches and, bucket by bucket, over the data axis. Returns
         this rank's share of the loss (float64)."""
         self.data.zero_gradients()
-        loss = self.pipeline.run(batches, self.data.on_final)
+        loss = self.pipeline.run(batches)
         self.data.finish()
         return loss
 

@@ -41,20 +41,46 @@ class Weight:
 class FlatBuffer:
     """One block's parameters and gradients on this rank, laid out as `layout` (a plan.shards.Buffer) says.
 
-    `parameters` has the compute dtype, `gradients` the accumulation dtype; `weights[name]` are views by leaf. Padding
-    starts as zero and nothing ever writes to it.
+    `parameters` has the compute dtype, `gradients` the accumulation dtype; `weights[name]` are views by leaf. Both
+    begin without memory; `allocate_…` gives it, zeroed, and `free_…` takes it back, the views staying what they are.
+    Padding starts as zero and nothing ever writes to it.
     """
 
     def __init__(self, layout: Buffer, compute: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self.parameters = torch.zeros(layout.num_elements, dtype=compute, device=device)
-        self.gradients = torch.zeros(layout.num_elements, dtype=accumulation_dtype(compute), device=device)
+        self.parameters = torch.empty(layout.num_elements, dtype=compute, device=device)
+        self.gradients = torch.empty(layout.num_elements, dtype=accumulation_dtype(compute), device=device)
         self.postponed = Postponed()
         self.weights = {leaf.name: self._weight(leaf) for leaf in layout.leaves}
+        self.free_parameters()
+        self.free_gradients()
+
+    def allocate_parameters(self) -> None:
+        """Make the parameters usable; nothing happens if they are."""
+        _allocate(self.parameters)
+
+    def free_parameters(self) -> None:
+        """Let the memory of the parameters go; a block that runs now fails."""
+        self.parameters.untyped_storage().resize_(0)
+
+    def allocate_gradients(self) -> None:
+        """Make the gradients usable, zeroed; nothing happens if they are."""
+        _allocate(self.gradients)
+
+    def free_gradients(self) -> None:
+        """Let the memory of the gradients go."""
+        self.gradients.untyped_storage().resize_(0)
 
     def _weight(self, leaf: Leaf) -> Weight:
         value, grad = (_view(flat, leaf.offset, leaf.shape) for flat in (self.parameters, self.gradients))
         return Weight(value, grad, self.postponed)
+
+
+def _allocate(flat: Tensor) -> None:
+    storage = flat.untyped_storage()
+    if storage.size() != flat.numel() * flat.element_size():
+        storage.resize_(flat.numel() * flat.element_size())
+        flat.zero_()
 
 
 def _view(flat: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:

@@ -5,6 +5,7 @@ Activations are matrices [tokens, hidden]; tokens run over (sequence, position) 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from phalanx.plan.shards import Leaf, Piece
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.flat import FlatBuffer, Products, Weight
+from phalanx.trainer.recompute import checkpointed
 from phalanx.trainer.tensor_parallel import TensorParallel
-
-OnFinal = Callable[[FlatBuffer], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,35 @@ class MicroBatch:
 
 
 class Block(Protocol):
-    """One link of a stage: takes activations (the first one: None) and returns activations (the last one: the loss)."""
+    """One link of a stage: takes activations (the first one: None) and returns activations (the last one: the loss).
+
+    `reads` are the buffers that forward needs whole, `reads_in_backward` those that backward does.
+    `backward_within_forward`: forward already computes gradients, backward only hands them on.
+    """
 
     buffer: FlatBuffer
+    reads: tuple[FlatBuffer, ...]
+    reads_in_backward: tuple[FlatBuffer, ...]
+    backward_within_forward: bool
 
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Forward."""
+
+
+class Watcher(Protocol):
+    """Is told what a stage is about to run and has run; data parallelism lives on it."""
+
+    def before_forward(self, block: Block, following: Block | None) -> None:
+        """`block` runs next, then `following` (None: unknown)."""
+
+    def after_forward(self, block: Block) -> None:
+        """`block` has run."""
+
+    def before_backward(self, block: Block, following: Block | None) -> None:
+        """The backward of `block` runs next, then that of `following` (None: unknown)."""
+
+    def after_backward(self, block: Block, *, last: bool) -> None:
+        """The backward of `block` has run; with `last`, nothing will be added to its gradients in this step."""
 
 
 class Dropout:
@@ -74,6 +98,7 @@ class Embedding:
 
     def __init__(self, buffer: FlatBuffer, model: ModelSpec, parallel: TensorParallel) -> None:
         self.buffer, self.parallel = buffer, parallel
+        self.reads, self.reads_in_backward, self.backward_within_forward = (buffer,), (), False
         self.tokens, self.positions = buffer.weights["tokens"], buffer.weights.get("positions")
         self.first_row = parallel.comm.index * self.tokens.value.shape[0]
         self.dropout = Dropout(model, parallel) if model.dropout else None
@@ -151,6 +176,8 @@ class Layer:
         rotation: tuple[Tensor, Tensor] | None,
     ) -> None:
         self.buffer, self.index, self.model, self.parallel = buffer, index, model, parallel
+        self.reads = self.reads_in_backward = (buffer,)
+        self.backward_within_forward = False
         weights = buffer.weights
         qkv = [name for name in ("qkv", "kv") if name in weights]
         self.qkv, self.qkv_bias = _leaves(weights, qkv)
@@ -187,12 +214,20 @@ class Layer:
 
 
 class Head:
-    """Final norm, output head and loss. Returns this micro-batch's share of the global mean loss, a scalar."""
+    """Final norm, output head and loss. Returns this micro-batch's share of the global mean loss, a scalar.
+
+    `source` is the buffer that holds the head's weight, under `leaf`: its own, or the embedding's.
+    """
 
     def __init__(
-        self, buffer: FlatBuffer, weight: Weight, vocabulary: range, model: ModelSpec, parallel: TensorParallel
+        self, buffer: FlatBuffer, source: FlatBuffer, leaf: Leaf, model: ModelSpec, parallel: TensorParallel
     ) -> None:
-        self.buffer, self.weight, self.vocabulary, self.parallel = buffer, weight, vocabulary, parallel
+        self.buffer, self.weight, self.parallel = buffer, source.weights[leaf.name], parallel
+        self.reads = (buffer,) if source is buffer else (buffer, source)
+        self.reads_in_backward: tuple[FlatBuffer, ...] = ()
+        self.backward_within_forward = True
+        rectangle = leaf.pieces[0].rectangle
+        self.vocabulary = range(rectangle.start[0], rectangle.stop[0])
         self.norm = Norm(buffer, "norm", model)
 
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
@@ -203,24 +238,52 @@ class Head:
 
 
 class Stage:
-    """Blocks in order; what one pipeline coordinate runs of a micro-batch at a time."""
+    """Blocks in order; what one pipeline coordinate runs of a micro-batch at a time.
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks = tuple(blocks)
+    With `recompute`, a layer keeps its input only and runs again in backward.
+    """
 
-    def __call__(self, inputs: Tensor | None, batch: MicroBatch, on_final: OnFinal | None = None) -> Tensor | None:
-        """Forward through all blocks. A stage without blocks hands its input on.
+    def __init__(self, blocks: Sequence[Block], watcher: Watcher, recompute: bool) -> None:
+        self.blocks, self.watcher, self.recompute = tuple(blocks), watcher, recompute
 
-        With `on_final`, the backward of this very forward calls it for each block as soon as that block's gradients
-        are complete: when the gradient of the block's input is known. The embedding, whose input has no gradient, is
-        left to the caller: it is complete when backward returns.
+    def forward(self, inputs: Tensor | None, batch: MicroBatch, *, last: bool) -> Tensor | None:
+        """Run all blocks. A stage without blocks hands its input on.
+
+        The watcher hears of each block, forward and, during `backward`, as soon as the gradient of the block's input is
+        known, for then its weights' gradients are complete. `last`: they are complete for this step.
         """
         activations = inputs
-        for block in self.blocks:
-            if on_final is not None and activations is not None:
-                activations.register_hook(_announce(on_final, block.buffer))
-            activations = block(activations, batch)
+        for index, block in enumerate(self.blocks):
+            if activations is not None:
+                activations.register_hook(self._backward_passed(index, last))
+            self.watcher.before_forward(block, self._block(index + 1))
+            if self.recompute and isinstance(block, Layer):
+                assert activations is not None
+                activations = checkpointed(functools.partial(block, batch=batch), activations)
+            else:
+                activations = block(activations, batch)
+            self.watcher.after_forward(block)
         return activations
+
+    def backward(self, output: GradientEdge, output_grad: Tensor | None, *, last: bool) -> None:
+        """Run backward from what `forward` returned."""
+        self.watcher.before_backward(self.blocks[-1], self._block(len(self.blocks) - 2))
+        torch.autograd.backward(output, output_grad)
+        if isinstance(self.blocks[0], Embedding):  # its input has no gradient that could announce its end
+            self.watcher.after_backward(self.blocks[0], last=last)
+
+    def _block(self, index: int) -> Block | None:
+        return self.blocks[index] if 0 <= index < len(self.blocks) else None
+
+    def _backward_passed(self, index: int, last: bool) -> Callable[[Tensor], None]:
+        """A hook for the gradient of the input of block `index`: that block is done, the one before it is next."""
+
+        def passed(gradient: Tensor) -> None:
+            self.watcher.after_backward(self.blocks[index], last=last)
+            if index:
+                self.watcher.before_backward(self.blocks[index - 1], self._block(index - 2))
+
+        return passed
 
     def postpone(self) -> None:
         """From now on, keep what weight gradients need instead of computing them."""
@@ -234,15 +297,6 @@ class Stage:
             products += block.buffer.postponed.products or []
             block.buffer.postponed.products = None
         return products
-
-    @property
-    def final_at_end(self) -> tuple[FlatBuffer, ...]:
-        """Buffers whose gradients are complete only when backward has returned."""
-        return tuple(block.buffer for block in self.blocks if isinstance(block, Embedding))
-
-
-def _announce(on_final: OnFinal, buffer: FlatBuffer) -> Callable[[Tensor], None]:
-    return lambda gradient: on_final(buffer)
 
 
 def _leaves(weights: dict[str, Weight], names: Sequence[str]) -> tuple[list[Weight], list[Weight] | None]:
@@ -271,6 +325,8 @@ def build(
     seq_len: int,
     parallel: TensorParallel,
     tied_embedding: FlatBuffer | None,
+    watcher: Watcher,
+    recompute: bool,
 ) -> Stage:
     """The stage whose blocks' parameters are `buffers`, in order. `tied_embedding`: the embedding's buffer where a tied
     head shares it on this rank."""
@@ -282,19 +338,13 @@ def build(
         elif buffer.layout.name == "head":
             source = buffer if "head" in buffer.weights else tied_embedding
             assert source is not None, "a tied head without its embedding"
-            leaf = _vocabulary_leaf(source)
-            blocks.append(Head(buffer, source.weights[leaf.name], _rows(leaf), model, parallel))
+            blocks.append(Head(buffer, source, _vocabulary_leaf(source), model, parallel))
         else:
             if rotation is None:
                 rotation = rotation_table(model, seq_len, buffer.parameters.dtype, buffer.parameters.device)
             blocks.append(Layer(buffer, int(buffer.layout.name.split(".")[1]), model, parallel, rotation))
-    return Stage(blocks)
+    return Stage(blocks, watcher, recompute)
 
 
 def _vocabulary_leaf(buffer: FlatBuffer) -> Leaf:
     return next(leaf for leaf in buffer.layout.leaves if leaf.name in ("head", "tokens"))
-
-
-def _rows(leaf: Leaf) -> range:
-    rectangle = leaf.pieces[0].rectangle
-    return range(rectangle.start[0], rectangle.stop[0])

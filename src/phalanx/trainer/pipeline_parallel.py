@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from phalanx.plan.comm import Comm, Work
 from phalanx.plan.schedule import FORWARD_CHANNEL, Action, Schedule, Transfer
 from phalanx.plan.walk import receive_points
-from phalanx.trainer.flat import FlatBuffer, Products, add_product
+from phalanx.trainer.flat import Products, add_product
 from phalanx.trainer.model import MicroBatch, Stage
 
 OnAction = Callable[[Action], None]
@@ -35,7 +35,6 @@ class _Step:
     """State of one step: what is on its way in either direction, and what waits for its backward."""
 
     batches: Sequence[MicroBatch]
-    on_final: Callable[[FlatBuffer], None]
     loss: Tensor
     kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     receiving: dict[Transfer, tuple[Tensor, Work]] = field(default_factory=dict)
@@ -65,11 +64,11 @@ class Pipeline:
         self.needs = [schedule.needs(comm.index, action) for action in self.actions]
         self.receives = (*receive_points(schedule)[comm.index], ())
 
-    def run(self, batches: Sequence[MicroBatch], on_final: Callable[[FlatBuffer], None]) -> Tensor:
-        """All actions of one step. Gradients end up in the flat buffers; `on_final(buffer)` is called once per buffer,
-        as soon as nothing will be added to it any more. Returns the sum of this rank's losses, float64."""
+    def run(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """All actions of one step. Gradients end up in the flat buffers, and the stages' watcher hears of it. Returns
+        the sum of this rank's losses, float64."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        step = _Step(batches=batches, on_final=on_final, loss=loss)
+        step = _Step(batches=batches, loss=loss)
         for index, action in enumerate(self.actions):
             self.on_action(action)
             self._receive_ahead(step, index)
@@ -88,8 +87,8 @@ class Pipeline:
         stage, batch = self.stages[action.chunk], step.batches[action.micro_batch]
         inputs = None if need is None else self._take(step, need).requires_grad_()
         last = self.last_to_add[action.chunk]
-        announces = last.micro_batch == action.micro_batch and last.kind == "backward"
-        output = stage(inputs, batch, step.on_final if announces else None)
+        is_last = last.micro_batch == action.micro_batch and last.kind == "backward"
+        output = stage.forward(inputs, batch, last=is_last)
         assert output is not None, "a first stage without an embedding"
         passed_on = output is inputs
         edge = None if passed_on else get_gradient_edge(output)
@@ -108,7 +107,7 @@ class Pipeline:
         if not action.adds_gradients:
             stage.postpone()
         if kept.output is not None:
-            torch.autograd.backward(kept.output, output_grad)
+            stage.backward(kept.output, output_grad, last=self.last_to_add[action.chunk] == action)
         if not action.adds_gradients:
             step.postponed[action.chunk, action.micro_batch] = stage.postponed()
         gift = self.schedule.gives(self.comm.index, action)
@@ -117,9 +116,6 @@ class Pipeline:
             input_grad = output_grad if kept.output is None else kept.inputs.grad
             assert input_grad is not None
             self._give(step, gift, input_grad)
-        if self.last_to_add[action.chunk] == action:
-            for buffer in stage.final_at_end:
-                step.on_final(buffer)
 
     @torch.no_grad()
     def _weights(self, step: _Step, action: Action) -> None:
@@ -128,8 +124,9 @@ class Pipeline:
         while products:
             add_product(*products.pop())
         if self.last_to_add[action.chunk] == action:
-            for block in reversed(self.stages[action.chunk].blocks):
-                step.on_final(block.buffer)
+            stage = self.stages[action.chunk]
+            for block in reversed(stage.blocks):
+                stage.watcher.after_backward(block, last=True)
 
     def _receive_ahead(self, step: _Step, index: int) -> None:
         """Post the receives that are due before the next action, so that messages travel while this one runs."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
-from phalanx.plan.legality import LIMITS, allowed_tensor_sizes, engine_problems, problems
+from phalanx.plan.legality import LIMITS, SPLIT_BACKWARD, allowed_tensor_sizes, engine_problems, problems
 from phalanx.plan.schedule import SCHEDULES, schedule
 from phalanx.plan.schedule_check import check
 from phalanx.plan.shards import rank_buffers
@@ -223,7 +223,7 @@ def test_allowed_tensor_sizes():
 
 
 def test_the_trainers_limits_say_what_to_write_instead():
-    beyond = Layout(context=2, zero=2, recompute="full")
+    beyond = Layout(context=2, recompute="selective", zero=2, schedule="zb-h1")
     assert [problem.where for problem in engine_problems(beyond)] == [f"layout.{limit.key}" for limit in LIMITS]
     assert all(problem.instead for problem in engine_problems(beyond))
 
@@ -277,3 +277,16 @@ def _elements_held(model, layout, seq_len):
                 inside = [piece for piece in buffer.pieces if part.start <= piece.offset < part.stop]
                 held += part.counted * sum(piece.rectangle.num_elements for piece in inside)
     return held
+
+
+def test_schedules_that_split_backward_are_the_ones_named():
+    split = {
+        name
+        for name, family in SCHEDULES.items()
+        if any(
+            action.kind == "weight_gradient"
+            for actions in schedule(name, 2, family.virtual_stages[0], 4).actions
+            for action in actions
+        )
+    }
+    assert split == set(SPLIT_BACKWARD)

@@ -1,0 +1,108 @@
+"""The training loop: every rank runs it, all in step."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from phalanx.data.source import Source
+from phalanx.plan.plan import Plan
+from phalanx.plan.schedule import Action
+from phalanx.rundir import RunDir
+from phalanx.trainer import guards
+from phalanx.trainer.continuation import Continuation
+from phalanx.trainer.engine import Engine
+from phalanx.trainer.optim import clip_coefficient, learning_rate
+from phalanx.trainer.pipeline_parallel import OnAction
+from phalanx.trainer.recorder import Recorder
+from phalanx.trainer.world import World, join
+from phalanx.watch.metrics import AXES, MetricsWriter, StepRecord
+
+
+class Clock:
+    """Where this rank's time went since the last time it was asked."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.last_s = time.perf_counter()
+        self.last_by_group: Mapping[str, float] = {}
+
+    def lap(self) -> list[float]:
+        """Wall seconds, and of those the seconds blocked on each of AXES, since the last lap."""
+        now_s, by_group = time.perf_counter(), dict(self.recorder.seconds)
+        blocked = [by_group.get(axis, 0.0) - self.last_by_group.get(axis, 0.0) for axis in AXES]
+        spent = [now_s - self.last_s, *blocked]
+        self.last_s, self.last_by_group = now_s, by_group
+        return spent
+
+
+def step(engine: Engine, source: Source, clock: Clock, number: int) -> StepRecord:
+    """One optimizer step, `number` counting from 0: read, forward and backward, make gradients whole, update."""
+    plan, job = engine.plan, engine.plan.job
+    batch = source.batch(number, list(engine.positions))
+    tokens, labels = (torch.from_numpy(array).to(engine.device) for array in (batch.tokens, batch.labels))
+    loss = engine.forward_backward(engine.micro_batches(tokens, labels, batch.num_supervised, number))
+    engine.synchronize()
+    mean_loss, norm, spent = engine.totals(loss, clock.lap())
+    guards.check_finite(engine, mean_loss, norm)
+    rate = learning_rate(job.optimizer, number, job.num_steps)
+    if batch.num_supervised:
+        engine.update(rate, clip_coefficient(norm, job.optimizer.clip_norm))
+    step_s, *blocked = (seconds / plan.layout.num_ranks for seconds in spent)
+    share = {axis: seconds / step_s for axis, seconds in zip(AXES, blocked, strict=True)}
+    return StepRecord(
+        step=number + 1,
+        loss=mean_loss,
+        gradient_norm=norm,
+        learning_rate=rate,
+        step_s=step_s,
+        tokens_per_s=job.tokens_per_step / step_s,
+        tokens_per_s_per_device=job.tokens_per_step / step_s / plan.layout.num_ranks,
+        share={"compute": 1.0 - math.fsum(share.values()), **share},
+    )
+
+
+def train(plan: Plan, run_dir: RunDir) -> None:
+    """Train as the plan says; called once on every rank. Only rank 0 speaks."""
+    world = join(plan, run_dir)
+    train_in(world, plan, run_dir)
+    world.close()
+
+
+def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
+    """Train from the last checkpoint, or the beginning, to the end."""
+    job = plan.job
+    source = Source(Path(str(job.data.path)), job.seq_len, job.seed, job.global_batch, plan.model.vocab)
+    engine = Engine(plan, world.coord, world.comm, world.device, _follow(world))
+    continuation = Continuation(engine, run_dir, _say)
+    done = continuation.restore()
+    metrics = MetricsWriter(run_dir.metrics) if world.rank == 0 else None
+    clock = Clock(world.recorder)
+    for number in range(done, job.num_steps):
+        world.recorder.step = number + 1
+        record = step(engine, source, clock, number)
+        if metrics:
+            metrics.write(record)
+            _say(record.line(job.num_steps))
+        world.recorder.micro_batch, world.recorder.phase = -1, "checkpoint"
+        continuation.after(number + 1)
+    continuation.finish(max(done, job.num_steps))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _follow(world: World) -> OnAction:
+    """Keep the recorder informed of what this rank is about to do."""
+
+    def follow(action: Action) -> None:
+        world.recorder.micro_batch, world.recorder.phase = action.micro_batch, action.kind
+
+    return follow
