@@ -47,6 +47,7 @@ def test_scale_of_initial_weights_is_that_of_the_global_matrix() -> None:
     for tensor in (1, 4):
         [buffer] = [b for b in rank_buffers(model, Layout(tensor=tensor), Coord(), 64) if b.name == "layers.0"]
         flat = FlatBuffer(buffer, torch.float32, CPU)
+        flat.allocate_parameters()
         fill(flat, seed=1)
         assert flat.weights["down"].value.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.02)
         assert flat.weights["up"].value.std().item() == pytest.approx(0.02, rel=0.02)
