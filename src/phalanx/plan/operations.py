@@ -22,9 +22,6 @@ from phalanx.spec.model import ModelSpec
 Size: TypeAlias = Any
 Kind = Literal["matmul", "attention", "elementwise"]
 
-HEAD_ROWS = 1024
-"""The head computes logits for this many tokens at a time (design, section 7), where it is chunked."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
@@ -79,25 +76,31 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """How an engine does it: `attention` "flash" never stores scores, "math" does; `keep_gathered`: whether linear
-    layers keep the gathered input under sequence parallelism, or gather it again; `keep_masks`: whether dropout masks
-    are stored (one byte per element); `extra_rows`: hidden-wide tensors per layer that unfused code
-    keeps beyond the list (norms written out keep widened inputs: formulas.md, section 3); `gradient_bytes` of the sum that weight gradients are added to, by the matrix product itself (`fused_sum`) or in a
-    pass of its own."""
+    """How an engine does it.
+
+    `attention` "flash" never stores scores, "math" does. `keep_gathered`: linear layers keep the gathered input under
+    sequence parallelism, instead of gathering it again. `masks`: what is kept of a dropout mask: nothing, a "byte" per
+    element, or its "factor" in compute precision. `extra_rows`: hidden-wide tensors per layer that unfused code keeps
+    beyond the list (norms written out keep widened inputs: formulas.md, section 3). `fused_sum`: whether matrix
+    products add weight gradients to their sum (of `gradient_bytes`) themselves, or a pass of its own does.
+    `head_rows`: tokens whose logits exist at a time, gradients computed there and then (design, section 7); 0: all at
+    once, gradients in backward.
+    """
 
     attention: Literal["flash", "math"] = "flash"
     keep_gathered: bool = False
-    keep_masks: bool = False
+    masks: Literal["none", "byte", "factor"] = "none"
     extra_rows: int = 0
     gradient_bytes: int = 4
-    fused_sum: bool = True
+    fused_sum: Literal["always", "same precision", "never"] = "always"
+    head_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """One rank's share of one micro-batch. `tokens` inside a half-block, `rows` between half-blocks (fewer under
-    sequence parallelism); `element` bytes of the compute precision, `statistic` of norms and softmax;
-    `eight_bit`: whether linear layers multiply in 8 bits."""
+    sequence parallelism); `kv_copied`: whether other ranks hold the same kv head; `element` bytes of the compute
+    precision, `statistic` of norms and softmax; `eight_bit`: whether linear layers multiply in 8 bits."""
 
     micro_batch: Size
     queries: Size
@@ -106,6 +109,7 @@ class Cut:
     rows: Size
     heads: Size
     kv_heads: Size
+    kv_copied: Any
     ffn: Size
     vocab: Size
     hidden: int
@@ -125,13 +129,27 @@ class Cut:
         return self.kv_heads * self.head_dim
 
 
-def cut(model: ModelSpec, seq_len: int, layout: Any, element: int, *, eight_bit: bool = False) -> Cut:
-    """One rank's share under `layout` (a Layout, or anything with arrays for its fields)."""
+def cut(
+    model: ModelSpec,
+    seq_len: int,
+    layout: Any,
+    element: int,
+    *,
+    eight_bit: bool = False,
+    tensor_index: int | None = None,
+) -> Cut:
+    """One rank's share under `layout` (a Layout, or anything with arrays for its fields).
+
+    The vocabulary is counted with its padding, or, for the rank at `tensor_index`, without.
+    """
     tensor, queries = layout.tensor, seq_len // layout.context
     tokens = layout.micro_batch * queries
     divisor = np.where(layout.sequence_parallel, tensor, 1)
     rows = tokens // (divisor if np.ndim(divisor) else int(divisor))
     kv_heads = model.num_kv_heads // tensor
+    vocab = -(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE
+    if tensor_index is not None:
+        vocab = max(0, min(vocab, model.vocab - tensor_index * vocab))
     return Cut(
         micro_batch=layout.micro_batch,
         queries=queries,
@@ -140,8 +158,9 @@ def cut(model: ModelSpec, seq_len: int, layout: Any, element: int, *, eight_bit:
         rows=rows,
         heads=model.num_heads // tensor,
         kv_heads=np.maximum(1, kv_heads) if np.ndim(kv_heads) else max(1, kv_heads),
+        kv_copied=tensor > model.num_kv_heads,
         ffn=model.ffn // tensor,
-        vocab=-(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE,
+        vocab=vocab,
         hidden=model.hidden,
         head_dim=model.head_dim,
         element=element,
@@ -150,24 +169,29 @@ def cut(model: ModelSpec, seq_len: int, layout: Any, element: int, *, eight_bit:
     )
 
 
-def linear(name: str, tokens: Size, inputs: Size, outputs: Size, cut: Cut, kernels: Kernels) -> Block:
-    """A linear layer's three products: Y = X Wᵀ, dX = dY W, dW += dYᵀ X."""
-    e, weights = cut.element, inputs * outputs
+def linear(
+    name: str, tokens: Size, inputs: Size, outputs: Size, cut: Cut, kernels: Kernels, *, count: Size = 1
+) -> Block:
+    """A linear layer's three products: Y = X Wᵀ, dX = dY W, dW += dYᵀ X; all `count` times."""
+    e, weights, into = cut.element, inputs * outputs, max(cut.element, kernels.gradient_bytes)
 
     def product(suffix: str, m: Size, n: Size, k: Size, result: int) -> Operation:
         moved = m * n * result + (n * k + m * k) * e
-        return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, bytes=moved)
+        return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, bytes=moved, count=count)
 
-    into = 2 * kernels.gradient_bytes
-    weight_gradient = [product(" weight gradient", outputs, inputs, tokens, into if kernels.fused_sum else e)]
-    if not kernels.fused_sum:
-        weight_gradient.append(Operation(name=f"{name} sum", kind="elementwise", bytes=weights * (e + into)))
+    def cast(suffix: str, size: Size) -> Operation:  # read in 16 bits, written in 8, as is and transposed
+        return Operation(name=f"{name}{suffix} cast", kind="elementwise", bytes=(e + 2) * tokens * size, count=count)
+
+    fused = kernels.fused_sum == "always" or (kernels.fused_sum == "same precision" and into == e)
+    weight_gradient = [product(" weight gradient", outputs, inputs, tokens, 2 * into if fused else e)]
+    if not fused:
+        moved = weights * (e + 2 * into)
+        weight_gradient.append(Operation(name=f"{name} sum", kind="elementwise", bytes=moved, count=count))
     forward = [product("", tokens, outputs, inputs, e)]
     input_gradient = [product(" input gradient", tokens, inputs, outputs, e)]
-    if cut.eight_bit:  # read in 16 bits, written in 8, as is and transposed
-        forward.insert(0, Operation(name=f"{name} cast", kind="elementwise", bytes=(e + 2) * tokens * inputs))
-        cast = Operation(name=f"{name} gradient cast", kind="elementwise", bytes=(e + 2) * tokens * outputs)
-        input_gradient.insert(0, cast)
+    if cut.eight_bit:
+        forward.insert(0, cast("", inputs))
+        input_gradient.insert(0, cast(" gradient", outputs))
     return Block(
         forward=tuple(forward),
         input_gradient=tuple(input_gradient),
@@ -253,8 +277,8 @@ def residual(name: str, model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     wide = cut.rows * cut.hidden * cut.element
     if model.dropout == 0.0:
         return elementwise(name, 3 * wide, 0 * wide)
-    mask = cut.rows * cut.hidden
-    kept = [Kept(name=f"{name} mask", bytes=mask)] if kernels.keep_masks else []
+    mask = {"none": 0, "byte": 1, "factor": cut.element}[kernels.masks] * cut.rows * cut.hidden
+    kept = [Kept(name=f"{name} mask", bytes=mask)] if kernels.masks != "none" else []
     return elementwise(name, 3 * wide + mask, 2 * wide + mask, kept)
 
 
@@ -262,12 +286,15 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """One transformer layer: norm, attention, residual, norm, feed-forward, residual."""
     e, up = cut.element, (2 if model.gated else 1) * cut.ffn
     linear_input = (cut.tokens if kernels.keep_gathered else cut.rows) * cut.hidden * e
+    copied = np.where(cut.kv_copied, 1, 0) if np.ndim(cut.kv_copied) else int(cut.kv_copied)
+    own_kv = 2 * cut.kv * (1 - copied)
     rotary = cut.tokens * (cut.q + cut.kv) * e if model.positions == "rope" else 0 * cut.tokens
     return join(
         (
             norm("norm1", model, cut),
             _keeps("qkv input", linear_input),
-            linear("qkv", cut.tokens, cut.hidden, cut.q + 2 * cut.kv, cut, kernels),
+            linear("qkv", cut.tokens, cut.hidden, cut.q + own_kv, cut, kernels),
+            linear("kv", cut.tokens, cut.hidden, 2 * cut.kv, cut, kernels, count=copied),
             elementwise("rotary", 2 * rotary, 2 * rotary),
             _keeps("q, k, v", cut.tokens * (cut.q + 2 * cut.kv) * e),
             attention(cut, kernels, model.attention_dropout > 0),
@@ -303,12 +330,26 @@ def embedding(model: ModelSpec, cut: Cut) -> Block:
 
 def head(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """Final norm, logits and loss. The loss reads logits for maximum, exponential sum and gradient, in `statistic`
-    precision, and writes the gradient back."""
+    precision, and writes the gradient back. Chunked, forward computes all gradients but the norm's."""
     logits, wide = cut.tokens * cut.vocab, replace(cut, eight_bit=False)
-    return join(
+    loss = elementwise("loss", 2 * logits * cut.statistic, 2 * logits * cut.statistic)
+    first = norm("final norm", model, cut)
+    if not kernels.head_rows:
+        return join((first, linear("logits", cut.tokens, cut.hidden, cut.vocab, wide, kernels), loss))
+    full, rest = cut.tokens // kernels.head_rows, cut.tokens % kernels.head_rows
+    short = np.maximum(1, rest) if np.ndim(rest) else max(1, rest)
+    some = np.minimum(1, rest) if np.ndim(rest) else min(1, rest)
+    chunks = join(
         (
-            norm("final norm", model, cut),
-            linear("logits", cut.tokens, cut.hidden, cut.vocab, wide, kernels),
-            elementwise("loss", 2 * logits * cut.statistic, 2 * logits * cut.statistic),
+            linear("logits", kernels.head_rows, cut.hidden, cut.vocab, wide, kernels, count=full),
+            linear("logits", short, cut.hidden, cut.vocab, wide, kernels, count=some),
+            loss,
         )
     )
+    inside = Block(
+        forward=chunks.forward + chunks.input_gradient + chunks.weight_gradient,
+        input_gradient=(),
+        weight_gradient=(),
+        kept=(Kept(name="gradient of the head's input", bytes=cut.rows * cut.hidden * cut.element),),
+    )
+    return join((first, inside))

@@ -88,7 +88,7 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     forward, backward = price.layer(layer, places["context"])
     embedding = operations.embedding(model, cut)
     head = operations.head(model, cut, engine.kernels)
-    rows = np.minimum(cut.tokens, engine.head_rows) if engine.head_rows else cut.tokens
+    rows = np.minimum(cut.tokens, engine.kernels.head_rows) if engine.kernels.head_rows else cut.tokens
     kept, working = memory.kept_bytes(layer, cut, layouts.recompute)
     return Costs(
         layer_forward=forward,

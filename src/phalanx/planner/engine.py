@@ -22,6 +22,9 @@ else:
 
 GIB = 2**30
 
+OURS = "phalanx"
+"""The engine of this repository."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
@@ -52,9 +55,8 @@ class Engine:
     in which ZeRO 1 and 2 move gradients and parameters (0: buckets of the layout's size); `optimizer_bytes` per
     parameter read and written by the optimizer with norm, clipping and casts.
 
-    Memory: `states` by precision; `head_rows` tokens whose logits exist at a time (0: all), `loss_bytes` bytes per
-    logit at the peak (`sharded_loss_bytes` where the vocabulary is cut); `context_bytes` of libraries outside the
-    allocator; `fragmentation` the ratio of reserved to allocated.
+    Memory: `states` by precision; `loss_bytes` bytes per logit at the peak (`sharded_loss_bytes` where the vocabulary
+    is cut); `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to allocated.
     """
 
     name: str
@@ -80,7 +82,6 @@ class Engine:
     shard_messages: int = 0
     optimizer_bytes: float = 40.0
     states: dict[str, States] = field(default_factory=dict)
-    head_rows: int = 0
     loss_bytes: float = 8.0
     sharded_loss_bytes: float = 8.0
     context_bytes: int = 0
@@ -99,7 +100,7 @@ def profiles() -> dict[str, Engine]:
     text = resources.files("phalanx.planner").joinpath("profiles.toml").read_text()
     table = tomllib.loads(text)
     engines = {name: _engine(name, table) for name in table["engine"]}
-    engines["phalanx"] = replace(engines["phalanx"], space=_runnable())
+    engines[OURS] = replace(engines[OURS], space=_runnable())
     return engines
 
 
@@ -119,7 +120,7 @@ def _runnable() -> Space:
     )
 
 
-def engine(name: str = "phalanx") -> Engine:
+def engine(name: str = OURS) -> Engine:
     """One engine by name; raises SpecError with the known ones."""
     known = profiles()
     if name not in known:

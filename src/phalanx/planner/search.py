@@ -13,11 +13,11 @@ import numpy as np
 
 from phalanx.errors import LayoutError, Problem
 from phalanx.plan.layout import Layout
-from phalanx.plan.legality import problems
+from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.planner import describe, legal, timeline
 from phalanx.planner.candidates import Array, Candidates, enumerate_all, of
-from phalanx.planner.engine import Engine, engine
+from phalanx.planner.engine import OURS, Engine, engine
 from phalanx.planner.estimate import Group, estimate
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
@@ -54,7 +54,7 @@ def search(
     cluster: ClusterSpec,
     given: Mapping[str, Any] | None = None,
     *,
-    engine_name: str = "phalanx",
+    engine_name: str = OURS,
     top: int = 10,
 ) -> Search:
     """Rank all layouts of all devices; keys of Layout in `given` keep their value.
@@ -64,6 +64,8 @@ def search(
     runner, given = engine(engine_name), dict(given or {})
     everything = enumerate_all(model, job, cluster.num_devices, runner.space, given)
     rules = legal.illegal(model, job, cluster, everything)
+    if runner.name == OURS:
+        rules["what the trainer cannot run"] = legal.cannot_run(everything)
     broken = np.zeros(len(everything), dtype=bool)
     rejected = []
     for reason, mask in rules.items():
@@ -103,9 +105,7 @@ def search(
     )
 
 
-def predict(
-    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout, *, engine_name: str = "phalanx"
-) -> Plan:
+def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout, *, engine_name: str = OURS) -> Plan:
     """The Plan of one layout as `search` would price it, fitting or not. Raises LayoutError if it is illegal."""
     found = problems(model, job, cluster, layout)
     if found:
@@ -178,7 +178,7 @@ def _illegal(
 ) -> Rejection:
     """Legality's own words for the first layout that breaks the rule."""
     example = layouts.layout(int(rows[0]))
-    found = problems(model, job, cluster, example)
+    found = problems(model, job, cluster, example) or engine_problems(example)
     detail = found[0].what if found else reason
     instead = found[0].instead if found else ""
     return Rejection(reason=reason, count=len(rows), example=example, detail=detail, instead=instead)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.plan.legality import SPLIT_BACKWARD
 from phalanx.plan.schedule import Action, Transfer, placement, schedule
 from phalanx.plan.walk import Walk, walk
 from phalanx.planner.candidates import Array
@@ -96,9 +97,6 @@ def _hops(places: Array) -> Array:
     """For each stage, messages between coordinates on the way to it from the first; a V turns without one."""
     coordinate = np.argmax((places[None] == np.arange(places.size)[:, None, None]).any(1), axis=1)
     return np.concatenate(([0], np.cumsum(np.diff(coordinate) != 0)))
-
-
-SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
 
 
 def replay(
