@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CommError
+from phalanx.plan.comm import Group
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -109,31 +110,53 @@ def run_worlds(
     with tempfile.TemporaryDirectory() as folder:
 
         def main(rank: int) -> Any:
-            rings = {other: Path(folder) / f"{other}.ring" for other in range(layout.num_ranks)}
-            recorder = Recorder(RingWriter(rings[rank], rank=rank, coords=str(layout.coord(rank))))
-            comms, neighbours = connect(
-                groups(model, layout),
-                rank=rank,
-                num_ranks=layout.num_ranks,
-                store=dist.FileStore(str(Path(folder) / "store"), layout.num_ranks),
-                recorder=recorder,
-                timeout_s=timeout_s,
-                shared_memory=shared_memory,
-                rings=rings,
-            )
-            world = World(
-                rank=rank,
-                layout=layout,
-                device=torch.device("cpu"),
-                recorder=recorder,
-                comms=comms,
-                neighbours=neighbours,
-            )
+            world = _world(Path(folder), layout, groups(model, layout), rank, timeout_s, shared_memory)
             result = function(world, *args)
             world.close()
             return result
 
         return run_ranks(layout.num_ranks, main, timeout=timeout, mortal=mortal)
+
+
+def run_group(
+    size: int,
+    function: Callable[[Any], Any],
+    *,
+    timeout: float = 60.0,
+    timeout_s: float = 30.0,
+    mortal: Collection[int] = (),
+    shared_memory: bool = True,
+) -> list[Any]:
+    """Call `function(comm)` in `size` processes that form one group; see `run_worlds`."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def main(rank: int) -> Any:
+            all_groups = [Group(name="group", ranks=tuple(range(size)))]
+            world = _world(Path(folder), Layout(data=size), all_groups, rank, timeout_s, shared_memory)
+            result = function(world.comm("group"))
+            world.close()
+            return result
+
+        return run_ranks(size, main, timeout=timeout, mortal=mortal)
+
+
+def _world(
+    folder: Path, layout: Layout, all_groups: Sequence[Group], rank: int, timeout_s: float, shared_memory: bool
+) -> World:
+    rings = {other: folder / f"{other}.ring" for other in range(layout.num_ranks)}
+    recorder = Recorder(RingWriter(rings[rank], rank=rank, coords=str(layout.coord(rank))))
+    comms, neighbours = connect(
+        all_groups,
+        rank=rank,
+        num_ranks=layout.num_ranks,
+        store=dist.FileStore(str(folder / "store"), layout.num_ranks),
+        recorder=recorder,
+        timeout_s=timeout_s,
+        shared_memory=shared_memory,
+        rings=rings,
+    )
+    device = torch.device("cpu")
+    return World(rank=rank, layout=layout, device=device, recorder=recorder, comms=comms, neighbours=neighbours)
 
 
 def _fork(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, int]:
