@@ -73,6 +73,18 @@ def source_of(plan: Plan) -> Source:
     return Source(Path(job.data.path), job.seq_len, job.seed, job.global_batch, plan.model.vocab)
 
 
+def resumed(plan: Plan, wish: str | None) -> Plan:
+    """`plan`, going on as `--resume` says, if it was given. Raises InputError for a folder that does not exist."""
+    if wish is None:
+        return plan
+    if wish not in ("auto", "never"):
+        if not Path(wish).is_dir():
+            instead = "auto, never, or the folder of a checkpoint"
+            raise InputError(f"there is no checkpoint {wish}", where="--resume", instead=instead)
+        wish = str(Path(wish).absolute())
+    return replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, resume=wish)))
+
+
 def _read(path: Path, overrides: Sequence[str], launched: Launched | None) -> Plan:
     """A plan.json as it stands: nothing in it is chosen anew."""
     if overrides:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-from phalanx.cli.inputs import add_run, plan_of, source_of, with_data
+from phalanx.cli.inputs import add_run, plan_of, resumed, source_of, with_data
 from phalanx.errors import InputError
 from phalanx.launch import environment, local
+from phalanx.launch.port import listen
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 
@@ -51,6 +51,8 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
     try:
         plan = _plan(arguments, launched)
         folder = arguments.run_dir or Path("runs") / environment.run_name(launched, plan.model.name)
+        if launched.port:
+            listen(launched.port).close()  # is it free?
     except InputError as error:
         if launched.local_rank:
             return error.exit_code
@@ -69,13 +71,5 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
 
 def _plan(arguments: argparse.Namespace, launched: environment.Launched | None) -> Plan:
     """The plan with all that a worker needs; nothing reaches it from elsewhere."""
-    resume = arguments.resume
-    if resume not in (None, "auto", "never"):
-        if not Path(resume).is_dir():
-            instead = "auto, never, or the folder of a checkpoint"
-            raise InputError(f"there is no checkpoint {resume}", where="--resume", instead=instead)
-        resume = str(Path(resume).absolute())
-    plan = plan_of(arguments.run, arguments.overrides, launched)
-    if resume:
-        plan = replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, resume=resume)))
+    plan = resumed(plan_of(arguments.run, arguments.overrides, launched), arguments.resume)
     return with_data(plan, quiet=launched is not None and launched.local_rank > 0)

@@ -21,13 +21,17 @@ _SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """This process is rank `rank` of `num_ranks` that `by` started on `num_nodes` nodes, `local_rank` on its node."""
+    """This process is rank `rank` of `num_ranks` that `by` started on `num_nodes` nodes, `local_rank` on its node.
+
+    `port`: where it is to serve the ranks' store, if it is and somebody said where.
+    """
 
     by: Literal["torchrun", "srun"]
     rank: int
     local_rank: int
     num_ranks: int
     num_nodes: int
+    port: str | None = None
 
     def command(self, num_ranks: int) -> str:
         """What starts the right number of processes."""
@@ -80,7 +84,15 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
         return None
     if not 0 <= rank < num_ranks:
         raise InputError(f"rank {rank} of {num_ranks} processes", where="environment", instead="ranks count from 0")
-    return Launched(by=by, rank=rank, local_rank=local_rank, num_ranks=num_ranks, num_nodes=num_nodes)
+    serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return Launched(
+        by=by,
+        rank=rank,
+        local_rank=local_rank,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        port=environ.get("MASTER_PORT") if serves else None,
+    )
 
 
 def check_alone(num_ranks: int, devices_per_node: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -107,7 +107,7 @@ def collect(layout: Layout, run_dir: RunDir, *, agent_exit_code: int) -> Failure
         )
     found = [failure for ending in endings if (failure := _failure(layout, run_dir, ending))]
     failures = _fold(sorted(found, key=lambda failure: failure.time_s))
-    causes = [failure for failure in failures if not failure.blames_peer] or failures
+    causes = [failure for failure in failures if not failure.blames_peer] or failures[:1]
     return Failure(
         causes=tuple(causes),
         consequences=tuple(failure for failure in failures if failure not in causes),

@@ -90,7 +90,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("train run.toml --set layout.pipeline=5", ["pipeline 5", "4 layers"]),
         ("train run.toml --set job.global_batch=7 --set layout.micro_batch=2", ["micro-batch 2", "global batch 7"]),
         ("train run.toml --set job.seq_len=63 --set layout.sequence_parallel=true", ["sequence 63", "tensor 2"]),
-        ("train run.toml --set layout.zero=3", ["zero = 1"]),
+        ("train run.toml --set layout.zero=7", ["layout.zero = 7", "one of 0, 1, 2, 3"]),
         ("train run.toml --set cluster.name=dgx-h101", ["dgx-h101", "did you mean dgx-h100?"]),
         ("train run.toml --set data.path=other", ["other"]),
         ("train run.toml --set job.global_batch=64", ["samples", "one global batch"]),
@@ -181,6 +181,14 @@ def test_port_that_is_taken(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
         assert main(["train", "run.toml", "--run-dir", "here"]) == 2
     assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_port_that_rank_0_should_serve_on_is_taken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "4"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        assert f"is in use by process {os.getpid()}" in refused(capsys, "train", "run.toml")
 
 
 def test_folder_in_use(capsys: pytest.CaptureFixture[str]):
