@@ -63,6 +63,12 @@ def generation_config(folders: Sequence[Path]) -> dict[str, Any]:
     return {} if end is None else {"eos_token_id": end}
 
 
+def end_tokens(folders: Sequence[Path]) -> list[int]:
+    """The ids after which a text is over."""
+    end = generation_config(folders).get("eos_token_id")
+    return end if isinstance(end, list) else [] if end is None else [end]
+
+
 def token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
     """The ids of special tokens, null where there is none: transformers' own defaults would be another tokenizer's."""
     return {name: config.get(name) for name in _TOKEN_IDS}

@@ -1,4 +1,5 @@
-"""`phalanx checkpoint list|verify`: which checkpoints there are, and whether each byte is as it was written."""
+"""`phalanx checkpoint list|verify|export|import`: which checkpoints there are, whether each byte is as it was written;
+to and from Hugging Face folders (see `hugging_face`)."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.cli import hugging_face
+
 if TYPE_CHECKING:
     from phalanx.checkpoint.survey import Seen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx checkpoint`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import")
     for name, what in (
         ("list", "step, age, size and layout of each checkpoint, and whether its files are all there in full"),
         ("verify", "read everything and compare all checksums; exit code 1 if anything is wrong"),
@@ -24,10 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=what, description=what)
         action.add_argument("path", type=Path, help="a run folder, a folder of checkpoints, or one checkpoint")
         action.add_argument("--json", action="store_true", help="print JSON")
+    hugging_face.add_actions(actions)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List or verify; returns the exit code."""
+    """Do it; returns the exit code."""
+    if arguments.action in hugging_face.ACTIONS:
+        return hugging_face.run(arguments)
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -24,7 +24,8 @@ from phalanx.errors import InputError, PhalanxError
 COMMANDS = {
     "train": "train what a run file or a plan describes, here or as one of the processes of torchrun or srun",
     "plan": "rank every legal layout for a run file",
-    "checkpoint": "list checkpoints, or compare all their checksums",
+    "generate": "continue a text with the model of a checkpoint or a Hugging Face folder",
+    "checkpoint": "list or check checkpoints, export or import Hugging Face folders",
     "data": "build or inspect token files",
     "schedule": "draw a pipeline schedule",
 }

@@ -1,0 +1,70 @@
+"""Continue a text: `phalanx generate runs/demo-… "def main("`. Takes the newest checkpoint of a run folder, one
+checkpoint, or a Hugging Face folder; one process computes, in fp32."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from phalanx.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx generate`."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="run folder, checkpoint, or Hugging Face")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (64)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (0); 1 draws as trained",
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (0: all)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws (1)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, where it is not found by itself"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prompt and, token by token, what follows."""
+    _check(arguments)
+    from phalanx.checkpoint.hf_settings import TOKENIZER, end_tokens, tokenizer_folder
+    from phalanx.checkpoint.weights import open_weights
+    from phalanx.data.detokenize import Detokenizer, load_tokenizer
+    from phalanx.trainer.generate import Generator, greedy, sampler
+
+    weights = open_weights(arguments.checkpoint)
+    folder = tokenizer_folder(weights.folders)
+    path = arguments.tokenizer or (folder and folder / TOKENIZER)
+    if path is None:
+        looked = ", ".join(str(folder) for folder in weights.folders)
+        raise InputError("there is no tokenizer.json", where=looked, instead="--tokenizer FILE")
+    tokenizer, ends = load_tokenizer(path), end_tokens(weights.folders)
+    prompt = tokenizer.encode(arguments.prompt).ids or ends[:1]  # nothing is said yet: as at the start of a document
+    generator = Generator(weights)
+    choose = sampler(arguments.temperature, arguments.top_k, arguments.seed) if arguments.temperature else greedy
+    text = Detokenizer(tokenizer, prompt)
+    _say(arguments.prompt)
+    for token in generator.generate(prompt, arguments.max_tokens, choose, ends):
+        _say(text.add(token))
+    _say(text.end() + "\n")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.max_tokens < 1:
+        raise InputError(f"{arguments.max_tokens} tokens", where="--max-tokens", instead="1 or more")
+    if not 0 <= arguments.temperature < float("inf"):
+        raise InputError(f"{arguments.temperature:g}", where="--temperature", instead="0 or more")
+    if arguments.top_k < 0 or (arguments.top_k and not arguments.temperature):
+        instead = "a positive number, with --temperature: at temperature 0 the likeliest token is taken"
+        raise InputError(f"{arguments.top_k}", where="--top-k", instead=instead)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

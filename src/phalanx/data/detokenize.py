@@ -1,0 +1,48 @@
+"""Token ids → text while they come in: a character may be spread over several tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from phalanx.data.build import REPLACEMENT
+from phalanx.errors import DataError
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json. Raises DataError."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 (the library raises bare Exception)
+        raise DataError(f"is not a tokenizer: {error}", where=str(path)) from None
+
+
+class Detokenizer:
+    """Turns tokens that follow `prompt` into pieces of text that, put together, are the text of all of them."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self._tokenizer = tokenizer
+        # Some decoders treat a token by what stands before it: the last tokens told are decoded again with new ones.
+        self._told, self._pending = list(prompt), list[int]()
+
+    def add(self, token: int) -> str:
+        """The text that is certain now; empty while a character is not complete."""
+        self._pending.append(token)
+        return self._take(at_end=False)
+
+    def end(self) -> str:
+        """What is left."""
+        return self._take(at_end=True)
+
+    def _take(self, *, at_end: bool) -> str:
+        before = self._decode(self._told)
+        after = self._decode(self._told + self._pending)
+        if after.endswith(REPLACEMENT) and not at_end:
+            return ""
+        self._told, self._pending = self._pending or self._told, []
+        return after[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text

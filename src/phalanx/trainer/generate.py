@@ -1,0 +1,174 @@
+"""Generate: one process continues a sequence of tokens, with the layers of training and a cache of keys and values.
+
+Each layer's attention is replaced by one that remembers: the first forward reads the prompt, each later one a single
+token. Compute is in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.checkpoint.weights import Weights
+from phalanx.errors import InputError
+from phalanx.plan.comm import Group
+from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.shards import Buffer, Parameter, Rectangle, rank_buffers
+from phalanx.trainer import kernels
+from phalanx.trainer.comm import SoloComm
+from phalanx.trainer.flat import FlatBuffer
+from phalanx.trainer.model import Attention, Layer, MicroBatch, Norm, rotation_table
+from phalanx.trainer.tensor_parallel import TensorParallel
+
+Choose = Callable[[Tensor], int]
+"""The next token, from the logits [vocab] of the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightPiece:
+    """Where a weight goes: the real rows of a piece in a buffer."""
+
+    parameter: Parameter
+    rectangle: Rectangle
+    tensor: Tensor
+    kind: str = "weight"
+    owned: bool = False
+
+
+class CachedAttention:
+    """Attention over all tokens seen since `clear`, in the place of a layer's own."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.num_heads, self.num_kv_heads = len(attention.heads), attention.num_kv_heads
+        self.rotation = attention.rotation
+        self.length = 0
+
+    def clear(self, capacity: int, head_dim: int, device: torch.device) -> None:
+        """Forget everything, and make room for `capacity` tokens."""
+        self.cache = torch.empty(1, 2 * self.num_kv_heads, capacity, head_dim, device=device)
+        self.length = 0
+
+    def __call__(self, qkv: Tensor, batch: MicroBatch, layer: int) -> Tensor:
+        """[new tokens, features of q, k and v] → [new tokens, heads × width]. New tokens after the first ones come one
+        at a time: then nothing has to be masked."""
+        first, count = self.length, qkv.shape[0]
+        assert first == 0 or count == 1, "several tokens behind others"
+        self.length = last = first + count
+        turn = None if self.rotation is None else (self.rotation[0][first:last], self.rotation[1][first:last])
+        split = kernels.split_heads(qkv.unsqueeze(0), self.num_heads, self.num_kv_heads, turn)
+        self.cache[:, :, first:last] = split[:, self.num_heads :]
+        keys, values = self.cache[:, :, :last].chunk(2, 1)
+        shared = self.num_kv_heads != self.num_heads
+        output = F.scaled_dot_product_attention(
+            split[:, : self.num_heads], keys, values, is_causal=count > 1, enable_gqa=shared
+        )
+        return output.transpose(1, 2).reshape(count, -1)
+
+
+class Generator:
+    """A model ready to continue sequences, on one process."""
+
+    def __init__(self, weights: Weights, device: torch.device | None = None) -> None:
+        """Reads all weights. Raises DamagedCheckpointError."""
+        self.device = device or torch.device("cpu")
+        self.model = replace(weights.model, dropout=0.0, attention_dropout=0.0)
+        buffers = [self._filled(layout, weights) for layout in rank_buffers(self.model, Layout(), Coord(), 1)]
+        self._embedding, *layers, head = buffers
+        parallel = TensorParallel(SoloComm(Group(name="tensor", ranks=(0,))))
+        rotation = rotation_table(self.model, self.model.max_seq_len, torch.float32, self.device)
+        self._layers = [Layer(buffer, i, self.model, parallel, rotation) for i, buffer in enumerate(layers)]
+        for layer in self._layers:
+            layer.attention = CachedAttention(layer.attention)
+        self._norm = Norm(head, "norm", self.model)
+        matrix = self._embedding.weights["tokens"] if self.model.tied else head.weights["head"]
+        self._head = matrix.value[: self.model.vocab]
+
+    def _filled(self, layout: Buffer, weights: Weights) -> FlatBuffer:
+        buffer = FlatBuffer(layout, torch.float32, self.device)
+        buffer.allocate_parameters()
+        weights.fill(
+            _WeightPiece(
+                parameter=piece.parameter,
+                rectangle=piece.rectangle,
+                tensor=buffer.parameters[piece.offset :][: piece.rectangle.num_elements].view(piece.rectangle.shape),
+            )
+            for piece in layout.pieces
+        )
+        return buffer
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt: Sequence[int], num_tokens: int, choose: Choose, stop: Collection[int] = ()
+    ) -> Iterator[int]:
+        """Up to `num_tokens` tokens that follow `prompt`, each as soon as it is chosen. Ends early before a token in
+        `stop`, and when prompt and output have the model's longest length.
+
+        Raises InputError for a prompt that is empty, too long, or has an id outside the vocabulary.
+        """
+        self._check(prompt)
+        num_tokens = min(num_tokens, self.model.max_seq_len - len(prompt))
+        self.clear(len(prompt) + num_tokens)
+        new = list(prompt)
+        for _ in range(num_tokens):
+            token = choose(self.logits(self.forward(torch.tensor(new, device=self.device))[-1]))
+            if token in stop:
+                return
+            yield token
+            new = [token]
+
+    def clear(self, capacity: int) -> None:
+        """Forget all tokens, and make room for `capacity` of them."""
+        for layer in self._layers:
+            layer.attention.clear(capacity, self.model.head_dim, self.device)
+        self._length = 0
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The next tokens [positions] (int64), after all since `clear` → activations [positions, hidden]."""
+        places = torch.arange(self._length, self._length + len(tokens), device=self.device)
+        self._length += len(tokens)
+        weights = self._embedding.weights
+        activations = weights["tokens"].value[tokens]
+        if "positions" in weights:
+            activations = activations + weights["positions"].value[places]
+        sequence = tokens.unsqueeze(0)
+        batch = MicroBatch(tokens=sequence, labels=sequence, sequences=places[:1], num_supervised=1)
+        for layer in self._layers:
+            activations = layer(activations, batch)
+        return activations
+
+    @torch.inference_mode()
+    def logits(self, activations: Tensor) -> Tensor:
+        """What `forward` returned, or some of its rows → logits [.., vocab]."""
+        return self._norm(activations) @ self._head.t()
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        longest, vocab = self.model.max_seq_len, self.model.vocab
+        if not 0 < len(prompt) < longest:
+            what = f"a prompt of {len(prompt)} tokens; the model holds {longest} with what it adds"
+            raise InputError(what, where="prompt", instead=f"1 to {longest - 1} tokens")
+        wrong = [token for token in prompt if not 0 <= token < vocab]
+        if wrong:
+            what = f"the tokenizer gave id {wrong[0]}; the model's vocabulary is {vocab:,} ids"
+            raise InputError(what, where="prompt", instead="the tokenizer that the model was trained with")
+
+
+def greedy(logits: Tensor) -> int:
+    """The likeliest token."""
+    return int(logits.argmax())
+
+
+def sampler(temperature: float, top_k: int, seed: int) -> Choose:
+    """Draws a token by its probability after dividing logits by `temperature`, from the `top_k` likeliest (0: all)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> int:
+        values, tokens = logits.cpu().double().topk(min(top_k or len(logits), len(logits)))
+        drawn = torch.multinomial(torch.softmax(values / temperature, 0), 1, generator=generator)
+        return int(tokens[drawn])
+
+    return choose

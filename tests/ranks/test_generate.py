@@ -1,0 +1,136 @@
+"""Generated text, held against `transformers`."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, family
+from simulated import engines, pieces_of
+from tiny import tiny_model, tiny_plan
+
+from phalanx.checkpoint.parts import publish, write_part
+from phalanx.checkpoint.weights import open_weights
+from phalanx.cli.main import main
+from phalanx.data.build import train_tokenizer
+from phalanx.errors import InputError
+from phalanx.plan.layout import Layout
+from phalanx.spec.job import DataSpec
+from phalanx.trainer.generate import Generator, greedy, sampler
+
+PROMPT = [7, 77, 177, 42, 5]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
+    model = family(name)
+    model.save_pretrained(tmp_path / "theirs")
+    generator = Generator(open_weights(tmp_path / "theirs"))
+    tokens = torch.arange(60) * 37 % 250
+    with torch.no_grad():
+        truth = model(tokens.unsqueeze(0)).logits[0]
+    generator.clear(60)
+    assert torch.allclose(generator.logits(generator.forward(tokens)), truth, rtol=0, atol=1e-5)
+    generator.clear(60)  # with a prompt, then token by token
+    steps = [generator.forward(tokens[:20]), *(generator.forward(tokens[i : i + 1]) for i in range(20, 60))]
+    assert torch.allclose(generator.logits(torch.cat(steps)), truth, rtol=0, atol=1e-5)
+
+    theirs = model.generate(
+        torch.tensor([PROMPT]), attention_mask=torch.ones(1, 5), max_new_tokens=30, do_sample=False, pad_token_id=0
+    )
+    assert list(generator.generate(PROMPT, 30, greedy, stop=[3])) == [
+        token for token in theirs[0, len(PROMPT) :].tolist() if token != 3
+    ]
+
+
+def test_generation_ends_where_the_text_or_the_model_does(tmp_path):
+    family("gpt2").save_pretrained(tmp_path / "theirs")
+    generator = Generator(open_weights(tmp_path / "theirs"))
+    every = list(generator.generate(PROMPT, 1000, greedy))
+    assert len(every) == 64 - len(PROMPT)
+    assert list(generator.generate(PROMPT, 3, greedy)) == every[:3]
+    known = every.index(every[5])
+    assert list(generator.generate(PROMPT, 1000, greedy, stop={every[5]})) == every[:known]
+    for prompt, wrong in ([], "0 tokens"), ([1] * 64, "64 tokens"), ([1, 250], "id 250"):
+        with pytest.raises(InputError, match=wrong):
+            list(generator.generate(prompt, 3, greedy))
+
+
+def test_draws_follow_the_probabilities():
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = probabilities.log() + 3
+
+    def frequencies(temperature: float, top_k: int) -> torch.Tensor:
+        choose = sampler(temperature, top_k, 1)
+        return torch.bincount(torch.tensor([choose(logits) for _ in range(2000)]), minlength=4) / 2000
+
+    assert torch.allclose(frequencies(1.0, 0), probabilities, atol=0.04)
+    sharper = probabilities.square()
+    assert torch.allclose(frequencies(0.5, 0), sharper / sharper.sum(), atol=0.04)
+    two = torch.tensor([0.625, 0.375, 0.0, 0.0])
+    assert torch.allclose(frequencies(1.0, 2), two, atol=0.04)
+    first, same, other = (sampler(1.0, 0, seed) for seed in (1, 1, 2))
+    draws = [[choose(logits) for _ in range(50)] for choose in (first, same, other)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run of four ranks that has a checkpoint, and data with a tokenizer."""
+    text = tmp_path / "text"
+    text.write_text("def main():\n    return 'Grüße'\n" * 30, encoding="utf-8")
+    (tmp_path / "data").mkdir()
+    tokenizer = train_tokenizer([text], 280)
+    tokenizer.save(str(tmp_path / "data" / "tokenizer.json"))
+    layout = Layout(tensor=2, data=2, zero=1)
+    model = tiny_model(vocab=tokenizer.get_vocab_size(), init_std=0.5)
+    plan = tiny_plan(layout, model, precision="fp32", data=DataSpec(path=str(tmp_path / "data" / "tokens")))
+    aside = tmp_path / "run" / "checkpoints" / "aside"
+    aside.mkdir(parents=True)
+    for rank, pieces in enumerate(pieces_of(engines(plan))):
+        write_part(aside, rank, 20, pieces)
+    publish(aside, aside.with_name("step-000020"), plan, 20, {}, layout.num_ranks)
+    return tmp_path / "run"
+
+
+def test_from_the_command_line(run_folder, capsys):
+    out = run_folder.parent / "out"
+    assert main(["checkpoint", "export", str(run_folder), "-o", str(out)]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert tokenizer.eos_token == "<|endoftext|>" and model.generation_config.eos_token_id == tokenizer.eos_token_id
+    inputs = tokenizer("def main", return_tensors="pt")
+    theirs = model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
+    expected = tokenizer.decode(theirs, skip_special_tokens=True) + "\n"
+    back = run_folder.parent / "back"
+    assert main(["checkpoint", "import", str(out), "-o", str(back)]) == 0
+    capsys.readouterr()
+    for path in (run_folder, run_folder / "checkpoints" / "step-000020", out, back):
+        assert main(["generate", str(path), "def main", "--max-tokens", "20"]) == 0
+        assert capsys.readouterr().out == expected
+    drawn = ["generate", str(out), "", "--temperature", "2", "--top-k", "50", "--seed", "3"]
+    texts = []
+    for _ in range(2):
+        assert main(drawn) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != expected
+
+
+def test_wrong_input(run_folder, capsys, tmp_path):
+    path = str(run_folder)
+    for wrong, said in (
+        (["--max-tokens", "0"], "--max-tokens: 0 tokens"),
+        (["--temperature", "-1"], "--temperature: -1"),
+        (["--temperature", "nan"], "--temperature: nan"),
+        (["--top-k", "5"], "at temperature 0"),
+        (["--tokenizer", path], "is not a tokenizer"),
+    ):
+        assert main(["generate", path, "x", *wrong]) == 2
+        assert said in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "data")
+    assert main(["generate", path, "x"]) == 2
+    assert "there is no tokenizer.json" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "nothing"), "x"]) == 2
+    assert "there are no weights" in capsys.readouterr().err
