@@ -78,16 +78,17 @@ class Block:
 class Kernels:
     """How an engine does it.
 
-    `attention` "flash" never stores scores, "math" does. `keep_gathered`: linear layers keep the gathered input under
-    sequence parallelism, instead of gathering it again. `masks`: what is kept of a dropout mask: nothing, a "byte" per
-    element, or its "factor" in compute precision. `extra_rows`: hidden-wide tensors per layer that unfused code keeps
-    beyond the list (norms written out keep widened inputs: formulas.md, section 3). `fused_sum`: whether matrix
-    products add weight gradients to their sum (of `gradient_bytes`) themselves, or a pass of its own does.
-    `head_rows`: tokens whose logits exist at a time, gradients computed there and then (design, section 7); 0: all at
-    once, gradients in backward.
+    `attention`: "flash" never stores scores, "math" does; "cpu flash" is torch's flash kernel on CPU, whose output lies
+    head by head, so that the linear layer after it keeps a copy where there are several. `keep_gathered`: linear layers
+    keep the gathered input under sequence parallelism, instead of gathering it again. `masks`: what is kept of a
+    dropout mask: nothing, a "byte" per element, or its "factor" in compute precision. `extra_rows`: hidden-wide tensors
+    per layer that unfused code keeps beyond the list (norms written out keep widened inputs: formulas.md, section 3).
+    `fused_sum`: whether matrix products add weight gradients to their sum (of `gradient_bytes`) themselves, or a pass
+    of its own does. `head_rows`: tokens whose logits exist at a time, gradients computed there and then (design,
+    section 7); 0: all at once, gradients in backward.
     """
 
-    attention: Literal["flash", "math"] = "flash"
+    attention: Literal["flash", "cpu flash", "math"] = "flash"
     keep_gathered: bool = False
     masks: Literal["none", "byte", "factor"] = "none"
     extra_rows: int = 0
@@ -215,7 +216,7 @@ def attention(cut: Cut, kernels: Kernels, dropout: bool) -> Block:
     stored (FlashAttention-2, arXiv 2307.08691). Math: full score matrices, each stored in compute precision."""
     batch, e = cut.micro_batch * cut.heads, cut.element
     moved = (2 * cut.q + 2 * cut.kv) * cut.tokens * e
-    if kernels.attention == "flash":
+    if kernels.attention != "math":
         common = {"m": cut.queries, "n": cut.keys / 2, "k": cut.head_dim, "batch": batch}
         return Block(
             forward=(Operation(name="attention", kind="attention", bytes=moved, products=2, core=True, **common),),
@@ -267,8 +268,9 @@ def norm(name: str, model: ModelSpec, cut: Cut) -> Block:
     """Reads and writes h per row; backward reads input and gradient, adds to the residual's gradient. Keeps its input
     and one statistic per row (two under LayerNorm)."""
     wide = cut.rows * cut.hidden * cut.element
-    statistics = (2 if model.norm == "layernorm" else 1) * cut.rows * cut.statistic
-    kept = [Kept(name=f"{name} input", bytes=wide), Kept(name=f"{name} statistics", bytes=statistics)]
+    statistics = ("mean", "scale") if model.norm == "layernorm" else ("scale",)
+    kept = [Kept(name=f"{name} input", bytes=wide)]
+    kept += [Kept(name=f"{name} {statistic}", bytes=cut.rows * cut.statistic) for statistic in statistics]
     return elementwise(name, 2 * wide, 4 * wide, kept)
 
 
@@ -299,6 +301,7 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
             _keeps("q, k, v", cut.tokens * (cut.q + 2 * cut.kv) * e),
             attention(cut, kernels, model.attention_dropout > 0),
             _keeps("attention output", cut.tokens * cut.q * e),
+            _keeps("out input", cut.tokens * cut.q * e * (cut.heads > 1) * (kernels.attention == "cpu flash")),
             linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels),
             residual("residual1", model, cut, kernels),
             norm("norm2", model, cut),

@@ -14,7 +14,7 @@ from phalanx.plan import operations
 from phalanx.plan.operations import Block, Cut
 from phalanx.planner import compute, memory, network
 from phalanx.planner.candidates import Array, Candidates
-from phalanx.planner.engine import Engine
+from phalanx.planner.engine import Engine, kernels_on
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -82,12 +82,13 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     cut = operations.cut(
         model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=str(job.precision) == "fp8"
     )
-    layer = operations.layer(model, cut, engine.kernels)
+    kernels = kernels_on(engine, cluster.device)
+    layer = operations.layer(model, cut, kernels)
     places = network.placements(cluster, layouts)
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
     forward, backward = price.layer(layer, places["context"])
     embedding = operations.embedding(model, cut)
-    head = operations.head(model, cut, engine.kernels)
+    head = operations.head(model, cut, kernels)
     rows = np.minimum(cut.tokens, engine.kernels.head_rows) if engine.kernels.head_rows else cut.tokens
     kept, working = memory.kept_bytes(layer, cut, layouts.recompute)
     return Costs(

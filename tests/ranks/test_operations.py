@@ -1,0 +1,262 @@
+"""Operations are claims; here the facts: the matrix products and the tensors kept of real blocks, on CPU.
+
+A rank's blocks depend on the tensor axis, micro-batch and recompute alone, so one process with a group that moves
+nothing stands for a rank of any layout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_model
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.plan import operations
+from phalanx.plan.comm import Group
+from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.legality import problems
+from phalanx.plan.operations import Block, Cut, Operation
+from phalanx.plan.shards import stage_buffers
+from phalanx.plan.stages import split
+from phalanx.planner.engine import engine
+from phalanx.spec.model import ModelSpec
+from phalanx.trainer import model as blocks
+from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
+from phalanx.trainer.recompute import checkpointed
+from phalanx.trainer.tensor_parallel import TensorParallel
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+Product = tuple[str, int, int, int, int]
+
+
+class Done:
+    def wait(self) -> None:
+        """Nothing was sent."""
+
+
+class SilentComm:
+    """Member 0 of a group that moves nothing: results hold whatever was in memory."""
+
+    index = 0
+
+    def __init__(self, size: int) -> None:
+        self.group, self.size = Group(name="tensor", ranks=tuple(range(size))), size
+
+    def _silent(self, *tensors: Any, **options: Any) -> Done:
+        return Done()
+
+    all_reduce = all_gather = reduce_scatter = broadcast = _silent
+
+
+class Recorder(TorchDispatchMode):
+    """Matrix products as (kind, batch, m, n, k), and a weak reference to every storage that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: Counter[Product] = Counter()
+        self.storages: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in (aten.mm, aten.addmm, aten.addmm_):
+            left, right = args[-2:]
+            self.products["matmul", 1, left.shape[0], right.shape[1], left.shape[1]] += 1
+        elif packet is aten.bmm:
+            left, right = args
+            self.products["matmul", left.shape[0], left.shape[1], right.shape[2], left.shape[2]] += 1
+        elif "scaled_dot_product" in str(packet) and "backward" not in str(packet):
+            query = args[0]
+            positions = query.shape[2]
+            self.products["attention", query.shape[0] * query.shape[1], positions, positions, query.shape[3]] += 1
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+    def alive(self, *excluded: Tensor) -> list[int]:
+        """Bytes of the storages that still exist, in rising order."""
+        skip = {tensor.untyped_storage()._cdata for tensor in excluded}
+        found = []
+        for key, reference in self.storages.items():
+            if key not in skip and not reference.expired():
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                found.append(storage.nbytes())
+        return sorted(size for size in found if size)
+
+
+def claimed(parts: tuple[Operation, ...]) -> Counter[Product]:
+    """The products of `parts`, as the recorder counts them."""
+    found: Counter[Product] = Counter()
+    for op in parts:
+        if op.kind == "matmul" and op.count:
+            found["matmul", op.batch, op.m, op.n, op.k] += op.count
+        elif op.kind == "attention" and op.products == 2:
+            found["attention", op.batch, op.m, int(2 * op.n), op.k] += 1
+    return found
+
+
+class Case:
+    """One block kind of one rank, real and claimed."""
+
+    def __init__(
+        self, model: ModelSpec, layout: Layout, precision: str, name: str, *, seq_len: int = 16, recompute: bool = False
+    ) -> None:
+        self.model, self.layout, self.recompute = model, layout, recompute
+        self.dtype = COMPUTE_DTYPES[precision]
+        self.kernels = replace(engine().kernels, attention="cpu flash")
+        self.cut: Cut = operations.cut(model, seq_len, layout, self.dtype.itemsize, tensor_index=0)
+        (stage,) = split(model, seq_len, 1)
+        buffers = stage_buffers(model, layout, Coord(), stage)
+        parallel = TensorParallel(SilentComm(layout.tensor), layout.sequence_parallel)  # type: ignore[arg-type]
+        flats = []
+        for buffer in buffers:
+            flat = FlatBuffer(buffer, self.dtype, CPU)
+            flat.allocate_parameters()
+            flat.allocate_gradients()
+            torch.nn.init.normal_(flat.parameters, std=0.02)
+            flats.append(flat)
+        watched = blocks.build(flats, model, seq_len, parallel, flats[0] if model.tied else None, _Nobody(), False)
+        self.block = next(block for block in watched.blocks if block.buffer.layout.name == name)
+        self.lasting = [tensor for flat in flats for tensor in (flat.parameters, flat.gradients)]
+        if isinstance(self.block, blocks.Layer) and self.block.attention.rotation is not None:
+            self.lasting += self.block.attention.rotation
+        tokens = torch.randint(0, model.vocab, (layout.micro_batch, seq_len))
+        self.batch = blocks.MicroBatch(
+            tokens=tokens,
+            labels=tokens,
+            sequences=torch.arange(layout.micro_batch),
+            num_supervised=tokens.numel(),
+        )
+
+    def claims(self) -> Block:
+        if isinstance(self.block, blocks.Head):
+            return operations.head(self.model, self.cut, self.kernels)
+        return operations.layer(self.model, self.cut, self.kernels)
+
+    def run(self) -> tuple[Counter[Product], Counter[Product], list[int]]:
+        """Products of forward and of backward, and bytes of what is kept between."""
+        inputs = torch.randn(self.cut.rows, self.model.hidden, dtype=self.dtype).requires_grad_()
+        with Recorder() as forward:
+            source = inputs * 1.0  # what the block before hands over: kept by this one, if it needs it
+            reference = [source]
+            if self.recompute:
+                output = checkpointed(lambda x: self.block(x, self.batch), source)
+            else:
+                output = self.block(source, self.batch)
+            del source, reference
+        kept = forward.alive(output, inputs, self.batch.tokens, *self.lasting)
+        with Recorder() as backward:
+            output.backward(torch.ones_like(output))
+        return forward.products, backward.products, kept
+
+
+class _Nobody:
+    def _nothing(self, *args: Any, **options: Any) -> None:
+        """Not interested."""
+
+    before_forward = after_forward = before_backward = after_backward = _nothing
+
+
+def check(case: Case) -> None:
+    claims = case.claims()
+    forward, backward, kept = case.run()
+    expected = claimed(claims.input_gradient) + claimed(claims.weight_gradient)
+    if case.recompute:
+        expected += claimed(claims.forward)
+        want_kept = [case.cut.rows * case.cut.hidden * case.cut.element]
+    else:
+        want_kept = sorted(int(tensor.bytes) for tensor in claims.kept if tensor.bytes)
+    assert forward == claimed(claims.forward)
+    assert backward == expected
+    assert kept == want_kept, {tensor.name: tensor.bytes for tensor in claims.kept}
+
+
+LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True)]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize(("tensor", "cut"), LAYOUTS)
+def test_layers_do_what_operations_claim(tensor: int, cut: bool, style: str, precision: str, recompute: bool) -> None:
+    model = tiny_model(style, num_heads=8, num_kv_heads=2 if style == "llama" else 8, head_dim=8)
+    layout = Layout(tensor=tensor, sequence_parallel=cut, micro_batch=2)
+    check(Case(model, layout, precision, "layers.0", recompute=recompute))
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize(("tensor", "cut"), LAYOUTS)
+def test_heads_do_what_operations_claim(tensor: int, cut: bool, style: str) -> None:
+    model = tiny_model(style, num_heads=8, num_kv_heads=8, head_dim=8)
+    layout = Layout(tensor=tensor, sequence_parallel=cut, micro_batch=70)  # 1,120 tokens: a full chunk and a short one
+    check(Case(model, layout, "fp32", "head"))
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_operations_hold_for_any_sizes(data: st.DataObject) -> None:
+    style = data.draw(st.sampled_from(["llama", "gpt2"]))
+    kv_heads = data.draw(st.sampled_from([1, 2, 3, 4, 5]))
+    heads = kv_heads * (data.draw(st.integers(1, 3)) if style == "llama" else 1)
+    tensor = data.draw(st.sampled_from([t for t in (1, 2, 3, 4, 5, 6) if heads % t == 0]))
+    model = tiny_model(
+        style,
+        num_layers=1,
+        hidden=data.draw(st.integers(2, 60)),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=2 * data.draw(st.integers(1, 9)),
+        ffn=tensor * data.draw(st.integers(1, 40)),
+        vocab=data.draw(st.integers(100, 300)),
+    )
+    seq_len = tensor * data.draw(st.integers(2, 6))
+    layout = Layout(
+        tensor=tensor,
+        sequence_parallel=data.draw(st.booleans()) and tensor > 1,
+        micro_batch=data.draw(st.integers(1, 3)),
+    )
+    indivisible = (tensor % kv_heads and kv_heads % tensor) or model.head_dim % 2
+    if indivisible:
+        return
+    check(Case(model, layout, "fp32", data.draw(st.sampled_from(["layers.0", "head"])), seq_len=seq_len))
+
+
+def test_dropout_keeps_a_factor_per_site() -> None:
+    model = tiny_model("gpt2", dropout=0.1)
+    check(Case(model, Layout(micro_batch=2), "fp32", "layers.0"))
+
+
+def test_a_tensor_hidden_on_a_context_is_found() -> None:
+    case = Case(tiny_model("llama"), Layout(micro_batch=2), "fp32", "layers.0")
+    real = case.block
+    hidden: list[Tensor] = []
+
+    def leaky(inputs: Tensor, batch: Any) -> Tensor:
+        output = real(inputs, batch)
+        hidden.append(output * 2.0)
+        return output
+
+    case.block = leaky  # type: ignore[assignment]
+    with pytest.raises(AssertionError):
+        check(case)
+
+
+def test_legal_layouts_only() -> None:
+    """The layouts above are ones that a run may have."""
+    from planner_cases import CLUSTER, JOB
+
+    model = tiny_model("llama", num_heads=8, num_kv_heads=2, head_dim=8)
+    for tensor, cut in LAYOUTS:
+        layout = Layout(tensor=tensor, sequence_parallel=cut, micro_batch=2)
+        assert not problems(model, replace(JOB, seq_len=16, global_batch=2), CLUSTER, layout)
