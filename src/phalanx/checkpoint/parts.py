@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from phalanx.checkpoint.disk import sync_folder
 from phalanx.checkpoint.manifest import MANIFEST, PLAN, Manifest, Stored, StoredFile
 from phalanx.checkpoint.match import parameters
-from phalanx.checkpoint.tensor_file import Piece, write_tensors
+from phalanx.checkpoint.tensor_file import NUM_THREADS, Piece, write_tensors
 from phalanx.plan.plan import Plan
 
 
@@ -23,13 +24,11 @@ def write_part(aside: Path, rank: int, step: int, pieces: Iterable[Piece]) -> No
     for piece in pieces:
         if piece.owned:
             by_kind.setdefault(piece.kind, []).append(piece)
-    files: dict[str, StoredFile] = {}
-    tensors: list[Stored] = []
-    for kind, members in by_kind.items():
-        name = f"{kind}-{rank:05d}.safetensors"
-        files[name], stored = write_tensors(aside / name, members)
-        tensors += stored
-    _manifest(step, {}, files, tensors).write(aside / _part(rank))
+    paths = [aside / f"{kind}-{rank:05d}.safetensors" for kind in by_kind]
+    with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
+        written = list(pool.map(write_tensors, paths, by_kind.values()))
+    files = {path.name: file for path, (file, _) in zip(paths, written, strict=True)}
+    _manifest(step, {}, files, [entry for _, stored in written for entry in stored]).write(aside / _part(rank))
 
 
 def publish(aside: Path, target: Path, plan: Plan, step: int, extra: Mapping[str, Any], num_ranks: int) -> Manifest:

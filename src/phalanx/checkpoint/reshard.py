@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import Block, Manifest, Stored, mismatch
-from phalanx.checkpoint.tensor_file import DTYPES, Piece
+from phalanx.checkpoint.tensor_file import DTYPES, NUM_THREADS, Piece
 from phalanx.errors import DamagedCheckpointError
 from phalanx.plan.shards import Rectangle
 
@@ -40,8 +41,9 @@ def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[Piece], *, ch
         if missing[id(piece)]:
             what = f"{piece.kind} of {piece.parameter.name}: {_span(piece.rectangle)} is not stored exactly once"
             raise DamagedCheckpointError(what, where=str(folder))
-    for name, entries in files.items():
-        _read_file(folder / name, entries, check)
+    # Reading and comparing let go of the interpreter: files overlap.
+    with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
+        list(pool.map(lambda item: _read_file(folder / item[0], item[1], check), files.items()))
 
 
 def _overlaps(pieces: Iterable[Piece], rectangle: Rectangle) -> Wanted:
@@ -52,6 +54,7 @@ def _read_file(path: Path, entries: Iterable[tuple[Stored, Wanted]], check: bool
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             scratch = torch.empty(0, dtype=torch.uint8)
             for entry, parts in sorted(entries, key=lambda item: item[0].offset):
                 for block in entry.blocks():

@@ -25,7 +25,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _HEADER_ALIGNMENT = 64
-_WRITE_BUFFER_BYTES = 2**20
+_WRITE_BUFFER_BYTES = 2**16
+
+NUM_THREADS = 4
+"""Files that one rank writes or reads at once: checksums of one overlap with the disk's work on another."""
 
 
 class Piece(Protocol):
