@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw  # not the class: building one loads torch's compiler, a second on every rank
 
 from phalanx.spec.job import OptimizerSpec
 from phalanx.trainer.data_parallel import Slice
@@ -45,47 +46,49 @@ class AdamW:
     """Decoupled weight decay on matrices only (Loshchilov and Hutter 2019); one fused update for all slices.
 
     Master weights and moments have the accumulation dtype. Where parameters have it too, they are their own masters.
+    `num_steps` counts the updates made so far, by which AdamW corrects its moments' bias.
     """
 
     def __init__(self, slices: Sequence[Slice], spec: OptimizerSpec) -> None:
-        self.slices = tuple(slices)
-        wide = [part.gradients.dtype for part in slices]
-        self.masters = tuple(
-            torch.nn.Parameter(part.parameters.to(dtype), requires_grad=False)
-            for part, dtype in zip(slices, wide, strict=True)
-        )
-        groups = [
-            {"params": self._masters(decayed=True), "weight_decay": spec.weight_decay},
-            {"params": self._masters(decayed=False), "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
-        for master in self.masters:
-            # As AdamW itself would at the first step; made now, so that a checkpoint can be loaded into it.
-            self.optimizer.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+        self.slices, self.spec, self.num_steps = tuple(slices), spec, 0
+        self.masters = tuple(part.parameters.to(part.gradients.dtype) for part in slices)
+        self.moments = tuple((torch.zeros_like(master), torch.zeros_like(master)) for master in self.masters)
 
-    def _masters(self, *, decayed: bool) -> list[torch.nn.Parameter]:
-        pairs = zip(self.slices, self.masters, strict=True)
-        return [master for part, master in pairs if part.part.decayed == decayed and master.numel()]
-
+    @torch.no_grad()
     def step(self, rate: float, coefficient: float) -> None:
         """Update with learning rate `rate`; gradients are multiplied by `coefficient` (clipping) on the way."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        for part, master in zip(self.slices, self.masters, strict=True):
-            master.grad = part.gradients
-        # The fused kernel divides by grad_scale as it reads, which saves a pass over all gradients.
-        clips = coefficient != 1.0 and bool(self.masters)
-        self.optimizer.grad_scale = (
-            self.masters[0].new_tensor(1.0 / coefficient, dtype=torch.float32) if clips else None
-        )
-        self.optimizer.step()
-        for master in self.masters:
-            master.grad = None
+        for decayed in (True, False):
+            self._update(self._members(decayed=decayed), rate, self.spec.weight_decay if decayed else 0.0, coefficient)
+        self.num_steps += 1
         self.publish()
+
+    def _members(self, *, decayed: bool) -> list[int]:
+        """Which slices are decayed, or are not; without empty ones."""
+        return [i for i, part in enumerate(self.slices) if part.part.decayed == decayed and self.masters[i].numel()]
+
+    def _update(self, members: Sequence[int], rate: float, weight_decay: float, coefficient: float) -> None:
+        if not members:
+            return
+        masters = [self.masters[i] for i in members]
+        # The fused kernel divides by grad_scale as it reads, which saves a pass over all gradients.
+        scale = masters[0].new_tensor(1.0 / coefficient, dtype=torch.float32) if coefficient != 1.0 else None
+        adamw(
+            masters,
+            [self.slices[i].gradients for i in members],
+            [self.moments[i][0] for i in members],
+            [self.moments[i][1] for i in members],
+            [],
+            [master.new_tensor(self.num_steps, dtype=torch.float32) for master in masters],
+            fused=True,
+            grad_scale=scale,
+            amsgrad=False,
+            beta1=self.spec.betas[0],
+            beta2=self.spec.betas[1],
+            lr=rate,
+            weight_decay=weight_decay,
+            eps=self.spec.eps,
+            maximize=False,
+        )
 
     def publish(self) -> None:
         """Carry master weights to the parameters that forward reads."""
@@ -95,16 +98,5 @@ class AdamW:
 
     def state(self) -> Iterator[dict[str, Tensor]]:
         """Per slice, live views of its master weights and moments, flat."""
-        for master in self.masters:
-            moments = self.optimizer.state[master]
-            yield {"weight": master.detach(), "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
-
-    @property
-    def num_steps(self) -> int:
-        """Updates made so far (AdamW corrects its moments' bias by it)."""
-        return int(self.optimizer.state[self.masters[0]]["step"]) if self.masters else 0
-
-    @num_steps.setter
-    def num_steps(self, steps: int) -> None:
-        for moments in self.optimizer.state.values():
-            moments["step"].fill_(float(steps))
+        for master, (first, second) in zip(self.masters, self.moments, strict=True):
+            yield {"weight": master, "exp_avg": first, "exp_avg_sq": second}
