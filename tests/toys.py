@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 
 from phalanx.errors import CommError, DataError
@@ -26,6 +27,8 @@ def speak(plan: Plan, run_dir: RunDir) -> None:
     print(f"output of rank {rank()}")
     print(f"error of rank {rank()}", file=sys.stderr)
     os.system(f"echo native output of rank {rank()}")
+    if rank() > 0:
+        warnings.warn("the moon is full", stacklevel=1)
 
 
 def meet(plan: Plan, run_dir: RunDir) -> None:
@@ -66,11 +69,6 @@ def fail(plan: Plan, run_dir: RunDir) -> None:
 
 def fail_alike(plan: Plan, run_dir: RunDir) -> None:
     raise DataError("the data is too short", instead="more of it")
-
-
-def fail_in_turn(plan: Plan, run_dir: RunDir) -> None:
-    time.sleep(0.2 * rank())
-    raise RuntimeError("no good")
 
 
 def leave(plan: Plan, run_dir: RunDir) -> None:

@@ -116,6 +116,8 @@ def test_all_ranks_finish_and_only_rank_0_is_heard(tmp_path: Path, capfd: pytest
         for line in ("output of rank", "error of rank", "native output of rank"):
             assert f"{line} {rank}\n" in log
             assert (f"{line} {rank}\n" in console) == (rank == 0)
+    assert console.count("UserWarning: the moon is full") == 2, "once at once, once with the count"
+    assert "2 times on ranks 1, 2: " in console
     assert sorted(path.name for path in run_dir.logs.iterdir()) == [f"rank-0000{rank}.log" for rank in range(3)]
 
 
@@ -164,15 +166,6 @@ def test_wrong_input_on_all_ranks_is_said_once(tmp_path: Path, capfd: pytest.Cap
     assert result.exit_code == 2
     assert str(result.failure) == "the data is too short\n    → more of it"
     assert "Traceback" not in capfd.readouterr().out
-
-
-def test_same_error_on_several_ranks_is_folded(tmp_path: Path):
-    result, _ = run(tmp_path, "fail_in_turn")
-    assert result.failure is not None
-    (cause,) = result.failure.causes
-    assert cause.ranks == (0, 1, 2)
-    assert str(result.failure).count("RuntimeError: no good") >= 1
-    assert "ranks 0, 1, 2 on" in str(result.failure)
 
 
 def test_leaving_early_with_exit_code_0_is_a_failure(tmp_path: Path):

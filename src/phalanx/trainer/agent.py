@@ -27,6 +27,7 @@ from phalanx.errors import PhalanxError
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.trainer import process
+from phalanx.trainer.console import Console
 from phalanx.watch.events import copy_ring, remove_dead_rings, ring_path
 from phalanx.watch.outcomes import Ending, Outcome, write_endings
 
@@ -70,7 +71,7 @@ class Agent:
     def run(self, listener: socket.socket) -> int:
         """Start the ranks, serve their store on `listener`, wait for all of them. Returns the exit code."""
         remove_dead_rings()
-        console = Console(self.run_dir.log(0))
+        console = Console.of(self.run_dir, self.num_ranks)
         self._start(listener)
         store = _serve_store(listener)
         next_copy = time.monotonic()
@@ -87,6 +88,7 @@ class Agent:
             self._reap()
         if not self.failed:
             console.relay()
+        console.close()
         del store
         self._tidy()
         if self.failed:
@@ -95,15 +97,14 @@ class Agent:
 
     def _start(self, listener: socket.socket) -> None:
         """Start all ranks. They may look for the store at once: connections wait in the listener's queue."""
+        entry, port = process.load_entry(self.entry), listener.getsockname()[1]
         import torch
 
-        port = listener.getsockname()[1]
         if torch.cuda.is_available():
             for rank in range(self.num_ranks):
                 self.live[self._spawn(rank, port)] = rank
             return
         process.keep_freed_memory()
-        entry = process.load_entry(self.entry)
         assert len(os.listdir("/proc/self/task")) == 1, "the agent has threads and must not fork"
         for rank in range(self.num_ranks):
             self.live[self._fork(rank, listener, entry)] = rank
@@ -226,21 +227,6 @@ class Agent:
         for stack in self.run_dir.logs.glob("*.stack"):
             if stack.stat().st_size == 0:
                 stack.unlink()
-
-
-class Console:
-    """Shows what rank 0 adds to its log. The log is the truth; the other ranks speak only there."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log.open("ab+", buffering=0)
-        self._log.seek(0, os.SEEK_END)
-
-    def relay(self) -> None:
-        """Copy what is new to standard output; nobody listening any more is no reason to stop a run."""
-        with contextlib.suppress(BrokenPipeError):
-            while chunk := self._log.read(1 << 16):
-                sys.stdout.buffer.write(chunk)
-                sys.stdout.buffer.flush()
 
 
 def _serve_store(listener: socket.socket) -> Any:
