@@ -23,6 +23,7 @@ from phalanx.plan.comm import Group
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.trainer.comm import Call, GroupComm, Pending, Transport
 from phalanx.trainer.process import die_with_parent
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.world import World, connect
@@ -205,3 +206,47 @@ def _picklable(error: BaseException) -> BaseException:
     except Exception:  # noqa: BLE001  # whatever its __reduce__ or __init__ does
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+class Faults:
+    """Faults of one rank at one step, put under a Comm: `Faults().fail_at(rank=1, step=2).install(comm)`."""
+
+    def __init__(self) -> None:
+        self._planned: dict[tuple[int, int], Callable[[str], None]] = {}
+
+    def fail_at(self, *, rank: int, step: int) -> Faults:
+        """The first call of this rank in this step raises RuntimeError."""
+
+        def fail(where: str) -> None:
+            raise RuntimeError(f"injected fault on {where}")
+
+        self._planned[rank, step] = fail
+        return self
+
+    def stall_at(self, *, rank: int, step: int, seconds: float) -> Faults:
+        """The first call of this rank in this step sleeps before it does anything."""
+        self._planned[rank, step] = lambda where: time.sleep(seconds)
+        return self
+
+    def install(self, comm: GroupComm) -> None:
+        """Put the faults of this Comm's rank between it and its transport."""
+        comm.transport = _Faulty(comm.transport, comm, dict(self._planned))
+
+
+class _Faulty:
+    """A Transport that first does what is planned."""
+
+    def __init__(
+        self, transport: Transport, comm: GroupComm, planned: dict[tuple[int, int], Callable[[str], None]]
+    ) -> None:
+        self._transport, self._comm, self._planned = transport, comm, planned
+
+    def start(self, call: Call) -> Pending | None:
+        rank, step = self._comm.group.ranks[self._comm.index], self._comm.recorder.step
+        fault = self._planned.pop((rank, step), None)
+        if fault:
+            fault(f"rank {rank} in step {step}")
+        return self._transport.start(call)
+
+    def close(self) -> None:
+        self._transport.close()

@@ -219,8 +219,8 @@ class GroupComm:
         told = self._witness(self.group, call)
         return CommError(
             f"rank {self.group.ranks[self.index]}: {shape.operation} '{shape.purpose}' #{call.sequence}{peer} "
-            f"of group {self.group.name} ({ranks}) failed in {self.recorder.place}: {error}"
-            + (f"\n{told}" if told else "")
+            f"({shape.payload_bytes} bytes) of group {self.group.name} ({ranks}) failed in {self.recorder.place}: "
+            f"{error}" + (f"\n{told}" if told else "")
         )
 
 

@@ -160,11 +160,17 @@ class Neighbours:
         return blockers
 
     def wait(self, call: CallUnderWay, timeout_s: float) -> None:
-        """Sleep and work until a call is complete. Raises CommError if a rank of this host died or gave up, or after
-        `timeout_s`; every later wait that has to sleep then fails likewise, on all ranks of this host."""
+        """Sleep and work until a call is complete. Raises CommError if a rank of this host died or gave up, after
+        `timeout_s`, and for calls that do not match. Whatever it is, every rank of this host fails from then on."""
+        if self._broken:
+            raise CommError(self._broken)
         deadline = time.monotonic() + timeout_s
         while call.num_tasks:
-            blockers = self.advance()
+            try:
+                blockers = self.advance()
+            except CommError as error:
+                self._give_up(f"rank {self.rank} gave up: {error}")
+                raise
             if not call.num_tasks:
                 return
             for blocker in blockers:
@@ -199,7 +205,7 @@ class Neighbours:
                 raise CommError(f"rank {gone[0]} has ended its work and will not come")
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            self._give_up(f"rank {self.rank} gave up after the time limit of {timeout_s:g} s")
+            self._give_up(f"rank {self.rank} gave up: the time limit of {timeout_s:g} s is over")
             raise CommError(f"the time limit of {timeout_s:g} s is over")
         for descriptor, _ in self._poll.poll(min(remaining, _LOOK_AGAIN_S)):
             if descriptor == self._bell:
@@ -208,8 +214,8 @@ class Neighbours:
                 self._hear(self._by_descriptor[descriptor])
 
     def _hear_all(self) -> None:
-        for descriptor, _ in self._poll.poll(0):
-            if descriptor != self._bell:
+        while spoke := [descriptor for descriptor, _ in self._poll.poll(0) if descriptor != self._bell]:
+            for descriptor in spoke:
                 self._hear(self._by_descriptor[descriptor])
 
     def _hear(self, rank: int) -> None:

@@ -37,7 +37,7 @@ def gloo_group(store: dist.Store, group: Group, index: int, *, address: str, tim
     """
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=3 * timeout_s)  # ours must come first: Gloo's error names nobody
     name = f"{group.name}:{group.ranks[0]}:{group.ranks[-1]}:{group.size}"
     try:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, store), index, group.size, options)
