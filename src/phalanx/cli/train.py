@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 from pathlib import Path
 
@@ -37,12 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = RunDir(arguments.run_dir) if arguments.run_dir else RunDir.default(plan.model.name)
     with run_dir.lock():
         plan.write(run_dir.plan)
-        sys.stdout.write(f"{plan.layout}: {plan.layout.num_ranks} processes, run folder {run_dir.path}\n")
+        sys.stdout.write(f"{plan.layout}; run folder {run_dir.path}\n")
         sys.stdout.write(f"data: {source_of(plan).describe(plan.job.num_steps)}\n")
         sys.stdout.flush()
         result = local.start(run_dir.plan, run_dir)
     if result.failure:
         sys.stderr.write(f"phalanx: {result.failure}\n")
+    elif result.exit_code > 128:
+        sys.stderr.write(f"phalanx: ended by {signal.Signals(result.exit_code - 128).name}\n")
     return result.exit_code
 
 
