@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import Tensor
 
@@ -41,12 +43,14 @@ def pieces_of(every: list[Engine]) -> list[list[StatePiece]]:
 
 
 def scramble(every: list[list[StatePiece]], seed: int) -> None:
-    """Give every element of every global tensor a value of its own, the same on all ranks that hold it."""
-    for kind, name, whole in _wholes(every, seed):
-        for pieces in every:
-            for piece in pieces:
-                if (piece.kind, piece.parameter.name) == (kind, name):
-                    piece.tensor.copy_(whole[_place(piece)])
+    """Give every element of every global tensor a value of its own, the same on all ranks and in all layouts."""
+    wholes: dict[tuple[str, str], Tensor] = {}
+    for piece in (piece for pieces in every for piece in pieces):
+        key = (piece.kind, piece.parameter.name)
+        if key not in wholes:
+            generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()) + seed)
+            wholes[key] = torch.randn(piece.parameter.shape, generator=generator, dtype=piece.tensor.dtype)
+        piece.tensor.copy_(wholes[key][_place(piece)])
 
 
 def gather(every: list[list[StatePiece]], *, owned: bool = True) -> dict[tuple[str, str], Tensor]:
@@ -59,17 +63,6 @@ def gather(every: list[list[StatePiece]], *, owned: bool = True) -> dict[tuple[s
                 empty = torch.full(piece.parameter.shape, torch.nan, dtype=piece.tensor.dtype)
                 tensors.setdefault(key, empty)[_place(piece)] = piece.tensor
     return tensors
-
-
-def _wholes(every: list[list[StatePiece]], seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        (piece.kind, piece.parameter.name): (piece.parameter.shape, piece.tensor.dtype)
-        for pieces in every
-        for piece in pieces
-    }
-    for (kind, name), (shape, dtype) in sorted(shapes.items()):
-        yield kind, name, torch.randn(shape, generator=generator, dtype=dtype)
 
 
 def _place(piece: StatePiece) -> tuple[slice, ...]:
