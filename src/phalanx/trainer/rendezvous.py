@@ -68,18 +68,19 @@ def exchange(store: dist.Store, rank: int, num_ranks: int, name: str, value: Any
     time limit."""
     keys = [f"{name}/{other}" for other in range(num_ranks)]
     store.set(keys[rank], json.dumps(value))
-    deadline = time.monotonic() + timeout_s
-    while True:
-        patience_s = min(NOTICE_S, deadline - time.monotonic())
-        try:
-            store.wait(keys, timedelta(seconds=max(patience_s, 0.001)))
-            break
-        except RuntimeError as error:  # torch raises a plain one or a subclass, by store and version
+    store.add(name, 1)
+    deadline, next_notice = time.monotonic() + timeout_s, time.monotonic() + NOTICE_S
+    pause_s = 0.001
+    while store.add(name, 0) < num_ranks:  # a wait that times out would leave warnings of torch's on standard error
+        if time.monotonic() >= min(deadline, next_notice):
+            next_notice += NOTICE_S
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            joined = f"{num_ranks - len(missing)} of {num_ranks} ranks have come; missing: {_some(missing)}"
+            come = f"{num_ranks - len(missing)} of {num_ranks} ranks have come; missing: {_some(missing)}"
             if time.monotonic() >= deadline:
-                raise CommError(f"rank {rank} waited {timeout_s:g} s for the others: {joined}") from error
-            say(f"rank {rank} waits: {joined}")
+                raise CommError(f"rank {rank} waited {timeout_s:g} s for the others: {come}")
+            say(f"rank {rank} waits: {come}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
     return [json.loads(store.get(key)) for key in keys]
 
 
