@@ -15,11 +15,12 @@ from phalanx.trainer.state import state
 
 
 class Continuation:
-    """Saves the engine's state as `job.checkpoint` says; all ranks make the same calls. `say` speaks on rank 0 only."""
+    """Saves the engine's state as `job.checkpoint` says; all ranks make the same calls. `say` is called on rank 0 only."""
 
     def __init__(self, engine: Engine, run_dir: RunDir, say: Callable[[str], None]) -> None:
-        self._engine, self._run_dir, self._say = engine, run_dir, say
+        self._engine, self._run_dir = engine, run_dir
         self._job, self._world = engine.plan.job, engine.comm("world")
+        self._say = say if self._world.index == 0 else lambda line: None
         self._pieces = list(state(engine))
         self._saver = Saver(run_dir, engine.plan, self._pieces, self._world, say=say, device=engine.device)
         self._restored = 0
