@@ -15,7 +15,7 @@ from phalanx.trainer.state import state
 
 
 class Continuation:
-    """Saves the engine's state as `job.checkpoint` says; all ranks make the same calls. `say` is called on rank 0 only."""
+    """Saves the engine's state as `job.checkpoint` says; all ranks make the same calls, rank 0 `say`s what happens."""
 
     def __init__(self, engine: Engine, run_dir: RunDir, say: Callable[[str], None]) -> None:
         self._engine, self._run_dir = engine, run_dir
