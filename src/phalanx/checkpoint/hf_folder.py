@@ -1,4 +1,7 @@
-"""Reading a Hugging Face folder of safetensors: what is in it, whether it is this model, and any part of any tensor."""
+"""Reading a Hugging Face folder: what is in it, whether it is this model, and any part of any tensor.
+
+Its tensors are safetensors; or, beside a config.json all the same, what torch.distributed.checkpoint wrote.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.checkpoint import dcp
 from phalanx.checkpoint.hf_names import EMBEDDING, GPT2_PREFIX, HEAD, places, shapes
 from phalanx.checkpoint.tensor_file import DTYPES, Piece
 from phalanx.errors import CheckpointError, DamagedCheckpointError, Problem
@@ -34,12 +38,8 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._slices: dict[str, Any] = {}
-        for file in _files(path):
-            opened = _open(file)
-            for name in opened.keys():  # noqa: SIM118 (a file, not a mapping)
-                if not name.endswith(_BUFFERS):
-                    self._slices[name] = opened.get_slice(name)
+        every = dcp.tensors(path) if (path / dcp.METADATA).is_file() else _safetensors(path)
+        self._slices = {name: part for name, part in every.items() if not name.endswith(_BUFFERS)}
 
     def check(self, model: ModelSpec) -> None:
         """Raises CheckpointError, with all tensors that are missing, unexpected, of another shape, or of a type that is
@@ -108,6 +108,12 @@ class Folder:
             if not self.read(one, box).equal(self.read(other, box)):
                 return False
         return True
+
+
+def _safetensors(path: Path) -> Mapping[str, Any]:
+    """Every tensor of the folder's files, unread."""
+    opened = [_open(file) for file in _files(path)]
+    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def _files(path: Path) -> list[Path]:
