@@ -23,7 +23,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 demo: setup
-	$(BIN)/phalanx train examples/demo.toml
+	$(BIN)/phalanx demo
 
 bench: setup
 	$(BIN)/python benchmarks/step_time.py

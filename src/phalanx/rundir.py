@@ -9,6 +9,7 @@ rings/rank-00003.ring        its last communication records (see watch.events)
 outcomes/rank-00003.json     what it says itself about its end (see watch.outcomes)
 endings.json                 how the node's agent saw each rank end
 checkpoints/step-000100/     see checkpoint.store
+records/rank-00003.npz       what it did in the first steps (see watch.records)
 failure.json, failure.txt    why the run failed, if it did
 """
 
@@ -136,6 +137,10 @@ class RunDir:
     def outcome(self, rank: int) -> Path:
         """What one rank says about its own end."""
         return self.outcomes / f"{_name(rank)}.json"
+
+    def record(self, rank: int) -> Path:
+        """What one rank read, computed and held in its first steps."""
+        return self.path / "records" / f"{_name(rank)}.npz"
 
     @property
     def endings(self) -> Path:

@@ -29,6 +29,11 @@ def add_run(parser: argparse.ArgumentParser, *, plans: bool = False) -> None:
     """The run file (or a plan.json) and `--set`."""
     what = "a run file (TOML)" + (" or a plan (JSON)" if plans else "")
     parser.add_argument("run", type=Path, metavar="RUN_OR_PLAN" if plans else "RUN", help=what)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """`--set`."""
     parser.add_argument(
         "--set",
         dest="overrides",

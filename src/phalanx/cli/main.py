@@ -23,6 +23,8 @@ from phalanx.errors import InputError, PhalanxError
 
 COMMANDS = {
     "train": "train what a run file or a plan describes, here or as one of the processes of torchrun or srun",
+    "verify": "compare a layout with one process: losses, every gradient, copies of weights",
+    "demo": "train a small model on 8 processes and hold its first steps against one process",
     "plan": "rank every legal layout for a run file",
     "generate": "continue a text with the model of a checkpoint or a Hugging Face folder",
     "checkpoint": "list or check checkpoints, export or import Hugging Face folders",

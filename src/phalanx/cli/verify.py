@@ -1,0 +1,74 @@
+"""Run the first steps of a layout and of one process, scaled down to this machine where need be, and compare: losses,
+gradient norm, every parameter's gradient, copies of weights. Exit code 1 if they differ.
+
+Float64 is the sharpest check: --set job.precision=fp64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from phalanx.cli.inputs import add_run, plan_of, with_data
+from phalanx.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from phalanx.studies.verify import Verdict
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx verify`."""
+    add_run(parser, plans=True)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
+    parser.add_argument("--json", action="store_true", help="print every comparison as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify, print, and say no with exit code 1."""
+    from rich.console import Console
+
+    from phalanx.studies.verify import as_json, verify
+
+    if arguments.steps < 1:
+        raise InputError(f"{arguments.steps} steps", where="--steps", instead="1 or more")
+    plan = with_data(plan_of(arguments.run, arguments.overrides), quiet=arguments.json)
+    console = Console(file=sys.stderr if arguments.json else sys.stdout, soft_wrap=True, highlight=False)
+    verdict = verify(plan, arguments.steps, console.print)
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(verdict), indent=1, allow_nan=False) + "\n")
+    else:
+        _show(verdict, console)
+    return 0 if verdict.ok else 1
+
+
+def _show(verdict: Verdict, console: Console) -> None:
+    from rich.table import Column, Table
+
+    if verdict.changes:
+        console.print("changed to fit this machine, in several micro-batches: " + ", ".join(verdict.changes))
+    losses = Table("step", "loss", "on one process", "difference", box=None, pad_edge=False)
+    for number, (here, there) in enumerate(verdict.losses, start=1):
+        losses.add_row(str(number), f"{here:.9g}", f"{there:.9g}", f"{here - there:.1e}")
+    checks = Table("check", "compared", "worst", "allowed", "verdict", box=None, pad_edge=False)
+    for check, found in verdict.by_check().items():
+        failed = sum(not finding.ok for finding in found)
+        outcome = f"[red]{failed} differ[/red]" if failed else "equal"
+        checks.add_row(check, str(len(found)), f"{found[0].error:.1e}", f"{found[0].tolerance:.1e}", outcome)
+    worst = Table(Column("worst ten", overflow="fold"), "check", "error", "allowed", "where", box=None, pad_edge=False)
+    for finding in verdict.worst(10):
+        style = "" if finding.ok else "red"
+        cells = finding.name, finding.check, f"{finding.error:.1e}", f"{finding.tolerance:.1e}", finding.where
+        worst.add_row(*cells, style=style)
+    for table in (losses, checks, worst):
+        console.print("", table)
+    number = sum(not finding.ok for finding in verdict.findings)
+    what = (
+        f"all {len(verdict.findings)} comparisons are equal"
+        if verdict.ok
+        else f"[red]{number} comparisons differ[/red]"
+    )
+    console.print(f"\n{verdict.plan.layout}, {verdict.plan.job.precision}: {what}")
