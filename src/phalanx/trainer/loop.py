@@ -81,7 +81,7 @@ def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     engine = Engine(plan, world.coord, world.comm, world.device, _follow(world))
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()
-    metrics = MetricsWriter(run_dir.metrics) if world.rank == 0 else None
+    metrics = MetricsWriter(run_dir.metrics, _say) if world.rank == 0 else None
     clock = Clock(world.recorder)
     for number in range(done, job.num_steps):
         world.recorder.step = number + 1

@@ -3,6 +3,7 @@ well, and say how it ended."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -82,8 +83,9 @@ def write_to_both(log: Path) -> None:
                 signal.signal(interrupt, signal.SIG_IGN)
             with log.open("ab", buffering=0) as file:
                 while chunk := os.read(read_end, 1 << 16):
-                    file.write(chunk)
                     os.write(1, chunk)
+                    with contextlib.suppress(OSError):  # a full disk costs lines of the log, not the run
+                        file.write(chunk)
         finally:
             os._exit(0)
     os.close(read_end)

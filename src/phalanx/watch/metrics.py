@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,15 +46,30 @@ class StepRecord:
 
 
 class MetricsWriter:
-    """Appends StepRecords to metrics.jsonl, each line whole and at once readable."""
+    """Appends StepRecords to metrics.jsonl, each line whole and at once readable.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    A full disk must not end a run: a line that cannot be written is left out, and `say` hears of the first such line.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._failing = False
 
     def write(self, record: StepRecord) -> None:
         """Append one line."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+        data = (json.dumps(asdict(record)) + "\n").encode()
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                size = file.tell()
+                if file.write(data) < len(data):
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._failing:
+                self._say(f"metrics are not written from step {record.step} on: {self._path}: {error.strerror}")
+            self._failing = True
+        else:
+            self._failing = False
 
 
 def read(path: Path) -> list[StepRecord]:

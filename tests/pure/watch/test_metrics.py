@@ -1,0 +1,60 @@
+"""metrics.jsonl: whole lines, the later of a repeated step, and a full disk that ends nothing."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import InputError
+from phalanx.watch.metrics import MetricsWriter, StepRecord, read
+
+
+def record(step: int, loss: float = 1.0) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=loss,
+        gradient_norm=0.5,
+        learning_rate=1e-3,
+        step_s=0.1,
+        tokens_per_s=10.0,
+        tokens_per_s_per_device=5.0,
+        share={"compute": 1.0},
+    )
+
+
+def test_a_resumed_run_overrides_the_steps_it_repeats(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, pytest.fail)
+    for step, loss in [(1, 3.0), (2, 2.0), (3, 1.0), (2, 2.5)]:
+        writer.write(record(step, loss))
+    assert [(entry.step, entry.loss) for entry in read(path)] == [(1, 3.0), (2, 2.5), (3, 1.0)]
+
+
+def test_a_full_disk_is_said_once_and_leaves_whole_lines(tmp_path):
+    """A limit on the size of files, as a full disk does, cuts a line in its midst."""
+    path = tmp_path / "metrics.jsonl"
+    said: list[str] = []
+    writer = MetricsWriter(path, said.append)
+    writer.write(record(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+        writer.write(record(2))
+        writer.write(record(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    writer.write(record(4))
+    assert len(said) == 1 and "from step 2 on" in said[0] and str(path) in said[0]
+    assert [entry.step for entry in read(path)] == [1, 4]
+
+
+def test_damage_is_an_error_that_names_the_file(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1')
+    with pytest.raises(InputError, match="metrics"):
+        read(path)
