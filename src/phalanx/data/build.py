@@ -39,7 +39,8 @@ TRAINING_BYTES = 32 << 20  # a tokenizer learns no more from more text
 PIECE_BYTES = 1 << 20  # a long document is tokenized in pieces, cut at line ends
 BATCH_BYTES = 4 << 20  # text tokenized at once, on all cores
 
-# Of the standard library: tests, tables of character codes, and what is not part of it.
+# Of the standard library: tests, tables of character codes, and what is not part of it. (Nor are the settings that
+# this Python was compiled with, `_sysconfigdata*.py`, text.)
 NOT_TEXT = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -92,7 +93,8 @@ def text_files(text: str) -> list[Path]:
     """The files that `data.text` names, in a fixed order: a glob (`**` for any depth), or `python-stdlib`."""
     if text == PYTHON_STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        found = [path for path in root.rglob("*.py") if not NOT_TEXT.intersection(path.relative_to(root).parts)]
+        sources = (path for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
+        found = [path for path in sources if not NOT_TEXT.intersection(path.relative_to(root).parts)]
     else:
         found = [path for path in map(Path, glob.glob(text, recursive=True)) if path.is_file()]
     if not found:
