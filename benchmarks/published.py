@@ -106,6 +106,8 @@ def _need(raw: dict[str, Any], key: str) -> Any:
 
 def _row(raw: dict[str, Any], file: str) -> Row:
     source = str(raw.get("source_id") or file)
+    if "ZeRO-3" in str(raw.get("framework")):
+        source += ", ZeRO 3 of 2021"
     model = _model(raw)
     num_devices = int(_need(raw, "n_gpus"))
     engine = BY_SOURCE.get(source) or next(

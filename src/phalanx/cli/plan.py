@@ -20,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (10)")
     parser.add_argument("--engine", default="phalanx", help="the training system that shall run it (phalanx)")
+    parser.add_argument("--explain", action="store_true", help="one layout in full: the best that keeps [layout]")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="draw it as one HTML page")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PLAN", help="write the best plan, as phalanx train reads it"
@@ -28,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, write."""
+    from phalanx.planner.explain import explain
+    from phalanx.planner.page import page
     from phalanx.planner.summary import as_json
     from phalanx.spec.load import load
 
@@ -36,8 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     found = ranked(load(arguments.run, arguments.overrides), top=arguments.top, engine=arguments.engine)
     if arguments.json:
         sys.stdout.write(json.dumps(as_json(found), indent=1) + "\n")
+    elif arguments.explain:
+        sys.stdout.write(explain(found.plans[0]) + "\n")
     else:
         _show(found)
+    if arguments.html:
+        arguments.html.write_text(page(found), encoding="utf-8")
     if arguments.output:
         found.plans[0].write(arguments.output)
     return 0
@@ -47,28 +55,16 @@ def _show(found: Search) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from phalanx.planner.summary import summary
-    from phalanx.units import format_bytes, format_seconds
+    from phalanx.planner.summary import COLUMNS, cells, rejections, summaries
 
-    console = Console(file=sys.stdout, soft_wrap=True)
+    console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
-    for name in ("layout", "step", "tokens/s", "TFLOP/s", "MFU", "memory", "comm.", "bubble", "days"):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name == "layout" else "right", overflow="fold")
-    for line in map(summary, found.plans):
-        table.add_row(
-            line.layout,
-            format_seconds(line.step_s),
-            f"{line.tokens_per_s:,.0f}",
-            f"{line.flops_per_s_per_device / 1e12:,.3g}",
-            f"{line.mfu:.1%}",
-            format_bytes(line.memory_bytes),
-            f"{line.communication:.1%}",
-            f"{line.bubble:.1%}",
-            f"{line.days:.3g}",
-        )
+    for line in summaries(found):
+        table.add_row(*cells(line))
     console.print(table)
+    console.print("\n" + "\n".join(found.reasons))
     console.print(f"\n{found.num_layouts} layouts, {found.num_fitting} fit (engine {found.engine})")
-    for entry in found.rejected:
-        console.print(
-            f"{entry.count} rejected: {entry.reason}\n    {entry.example}: {entry.detail}\n    → {entry.instead}"
-        )
+    for words in rejections(found):
+        console.print(words)

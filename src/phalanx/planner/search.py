@@ -5,7 +5,7 @@ Exact: all layouts are priced by the bound, and replayed in its order until no u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from phalanx.errors import LayoutError, Problem
 from phalanx.plan.layout import Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
-from phalanx.planner import describe, legal, timeline
+from phalanx.planner import advice, describe, legal, timeline
+from phalanx.planner.advice import Scanned, reasons
 from phalanx.planner.candidates import Array, Candidates, enumerate_all, of
 from phalanx.planner.engine import OURS, Engine, engine
 from phalanx.planner.estimate import Group, estimate
@@ -37,10 +38,14 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """`plans` best first, each with its Prediction; `rejected` by reason; how many layouts were looked at, how many of
-    them fit, and how many had their schedule replayed."""
+    """`plans` best first, each with its Prediction; `reasons` for the first, in words; the `scan` over tensor sizes;
+    the `front` of layouts that no other beats in both time and memory; `rejected` by reason; how many layouts were
+    looked at, how many of them fit, and how many had their schedule replayed."""
 
     plans: tuple[Plan, ...]
+    reasons: tuple[str, ...]
+    scan: tuple[Scanned, ...]
+    front: tuple[Plan, ...]
     rejected: tuple[Rejection, ...]
     num_layouts: int
     num_fitting: int
@@ -85,24 +90,65 @@ def search(
     if not fits.any():
         raise LayoutError(Problem(what=rejected[-1].detail, where=cluster.name, instead=rejected[-1].instead))
     best, replayed = _replay(job, runner, layouts, groups, step_s, peak, np.flatnonzero(fits), top)
-    plans = tuple(
-        Plan(
-            model=model,
-            cluster=cluster,
-            job=job,
-            layout=layouts.layout(row),
-            prediction=describe.prediction(job, runner, *_place(groups, row), pipeline_s),
-        )
-        for row, pipeline_s in best
-    )
+
+    def plan(row: int, pipeline_s: float | None = None) -> Plan:
+        group, index = _place(groups, row)
+        seconds = _pipeline_s(job, group, index, layouts.layout(row)) if pipeline_s is None else pipeline_s
+        prediction = describe.prediction(job, runner, group, index, seconds)
+        return Plan(model=model, cluster=cluster, job=job, layout=layouts.layout(row), prediction=prediction)
+
+    plans = tuple(plan(row, pipeline_s) for row, pipeline_s in best)
+    scan = tuple(_scan(everything, layouts, fits, peak, step_s, groups, cluster, plans[0], plan))
     return Search(
         plans=plans,
+        reasons=reasons(plans, scan, runner.tie),
+        scan=scan,
+        front=tuple(plan(row, _bound_s(groups, row)) for row in _front(step_s, peak, np.flatnonzero(fits))),
         rejected=tuple(rejected),
         num_layouts=len(everything),
         num_fitting=int(fits.sum()),
         num_replayed=replayed,
         engine=runner.name,
     )
+
+
+def _scan(
+    everything: Candidates,
+    layouts: Candidates,
+    fits: Array,
+    peak: Array,
+    step_s: Array,
+    groups: list[Group],
+    cluster: ClusterSpec,
+    winner: Plan,
+    plan: Callable[[int], Plan],
+) -> Iterator[Scanned]:
+    """For each tensor size, the best layout and what it loses, or why there is none."""
+    for tensor in np.unique(everything.tensor).tolist():
+        legal_rows = np.flatnonzero(layouts.tensor == tensor)
+        rows = legal_rows[fits[legal_rows]]
+        if len(rows):
+            best = winner if winner.layout.tensor == tensor else plan(int(rows[np.argmin(step_s[rows])]))
+            slower = advice.step_s(best) / advice.step_s(winner) - 1.0
+            yield Scanned(tensor=tensor, plan=best, slower=slower, because=advice.difference(best, winner))
+        elif len(legal_rows):
+            group, index = _place(groups, int(legal_rows[np.argmin(peak[legal_rows])]))
+            because = describe.memory_sum(group, index, cluster.device.memory_bytes)
+            yield Scanned(tensor=tensor, plan=None, slower=np.inf, because=because)
+
+
+def _bound_s(groups: list[Group], row: int) -> float:
+    """The bound on the pipeline's time of candidate `row`."""
+    group, index = _place(groups, row)
+    return float(group.pipeline_s[index])
+
+
+def _front(step_s: Array, peak: Array, rows: Array) -> list[int]:
+    """Layouts in rising order of time, each smaller than all before it."""
+    order = rows[np.lexsort((peak[rows], step_s[rows]))]
+    least = np.minimum.accumulate(peak[order])
+    kept: list[int] = order[np.concatenate(([True], least[1:] < least[:-1]))].tolist()
+    return kept
 
 
 def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout, *, engine_name: str = OURS) -> Plan:
@@ -208,5 +254,5 @@ def _too_large(
         count=len(over),
         example=layouts.layout(row),
         detail=describe.memory_sum(group, index, cluster.device.memory_bytes),
-        instead=instead or "more nodes, a shorter sequence, or recompute",
+        instead=instead or advice.smaller(layouts.layout(row)),
     )

@@ -7,17 +7,22 @@ from typing import Any
 
 from phalanx.plan.plan import Plan
 from phalanx.planner.compute import peak_flops
+from phalanx.planner.engine import DEFAULT_LIKELY, engine
 from phalanx.planner.search import Search
+from phalanx.units import format_bytes, format_seconds
 
 COMMUNICATION = ("tensor", "data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One line of the ranked table. MFU counts model FLOPs with the full attention core, without recompute."""
+    """One line of the ranked table. `low_s` and `high_s` hold four of five measured runs of that engine. MFU counts
+    model FLOPs with the full attention core, without recompute."""
 
     layout: str
     step_s: float
+    low_s: float
+    high_s: float
     tokens_per_s: float
     flops_per_s_per_device: float
     mfu: float
@@ -29,8 +34,8 @@ class Summary:
     device_hours: float
 
 
-def summary(plan: Plan) -> Summary:
-    """The line of one plan that has a Prediction."""
+def summary(plan: Plan, likely: tuple[float, float] = DEFAULT_LIKELY) -> Summary:
+    """The line of one plan that has a Prediction; `likely` as in Engine."""
     assert plan.prediction is not None, "a plan without prediction has no summary"
     predicted, job, devices = plan.prediction, plan.job, plan.layout.num_ranks
     flops = plan.model.flops_per_token(job.seq_len) * job.tokens_per_step / (predicted.step_s * devices)
@@ -40,6 +45,8 @@ def summary(plan: Plan) -> Summary:
     return Summary(
         layout=str(plan.layout),
         step_s=predicted.step_s,
+        low_s=predicted.step_s * likely[0],
+        high_s=predicted.step_s * likely[1],
         tokens_per_s=job.tokens_per_step / predicted.step_s,
         flops_per_s_per_device=flops,
         mfu=flops / peak_flops(plan.cluster.device, job.precision),
@@ -52,14 +59,72 @@ def summary(plan: Plan) -> Summary:
     )
 
 
+COLUMNS = (
+    "layout",
+    "step",
+    "likely",
+    "tokens/s",
+    "TFLOP/s",
+    "MFU",
+    "memory",
+    "comm.",
+    "bubble",
+    "days",
+    "device-hours",
+)
+
+
+def cells(line: Summary) -> tuple[str, ...]:
+    """A line as text, one entry per column of COLUMNS."""
+    return (
+        line.layout,
+        format_seconds(line.step_s),
+        f"{format_seconds(line.low_s)}–{format_seconds(line.high_s)}",
+        f"{line.tokens_per_s:,.0f}",
+        f"{line.flops_per_s_per_device / 1e12:,.3g}",
+        f"{line.mfu:.1%}",
+        format_bytes(line.memory_bytes),
+        f"{line.communication:.1%}",
+        f"{line.bubble:.1%}",
+        f"{line.days:.3g}",
+        f"{line.device_hours:,.3g}",
+    )
+
+
+def summaries(found: Search) -> tuple[Summary, ...]:
+    """One line per plan, best first."""
+    likely = engine(found.engine).likely
+    return tuple(summary(plan, likely) for plan in found.plans)
+
+
+def rejections(found: Search) -> tuple[str, ...]:
+    """Why the others are out, as text."""
+    return tuple(
+        f"{entry.count} rejected: {entry.reason}\n    {entry.example}: {entry.detail}\n    → {entry.instead}"
+        for entry in found.rejected
+    )
+
+
 def as_json(found: Search) -> dict[str, Any]:
     """Everything that a search found, as plain values; keys are stable."""
+    likely = engine(found.engine).likely
     return {
         "engine": found.engine,
         "num_layouts": found.num_layouts,
         "num_fitting": found.num_fitting,
         "num_replayed": found.num_replayed,
-        "plans": [_plan(plan) for plan in found.plans],
+        "plans": [_plan(plan, likely) for plan in found.plans],
+        "reasons": list(found.reasons),
+        "scan": [
+            {
+                "tensor": entry.tensor,
+                "slower": None if entry.plan is None else entry.slower,
+                "because": entry.because,
+                "plan": None if entry.plan is None else _plan(entry.plan, likely),
+            }
+            for entry in found.scan
+        ],
+        "front": [_plan(plan, likely) for plan in found.front],
         "rejected": [
             {
                 "reason": r.reason,
@@ -73,12 +138,12 @@ def as_json(found: Search) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def _plan(plan: Plan, likely: tuple[float, float]) -> dict[str, Any]:
     assert plan.prediction is not None
     predicted = plan.prediction
     return {
         "layout": asdict(plan.layout),
-        **{key: value for key, value in asdict(summary(plan)).items() if key != "layout"},
+        **{key: value for key, value in asdict(summary(plan, likely)).items() if key != "layout"},
         "step_s_by_kind": dict(predicted.step_s_by_kind),
         "memory_bytes_by_stage": [dict(stage) for stage in predicted.memory_bytes],
         "assumptions": list(predicted.assumptions),

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 from planner_cases import CLUSTER, DEVICE, GPT, JOB, LLAMA
 
-from phalanx.errors import LayoutError
-from phalanx.plan.layout import Layout
+from phalanx.errors import LayoutError, SpecError
+from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import SCHEDULES
+from phalanx.planner.engine import profiles
+from phalanx.planner.explain import explain, priced
+from phalanx.planner.page import page
 from phalanx.planner.search import predict, search
 from phalanx.planner.summary import as_json, summary
 from phalanx.spec.cluster import ClusterSpec
@@ -55,10 +58,10 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
     return plans
 
 
-@pytest.mark.parametrize("memory_bytes", [2**34, 6 * 2**20], ids=["roomy", "tight"])
-@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize(("model", "memory_bytes"), [(LLAMA, 2**34), (GPT, 6 * 2**20)], ids=["roomy", "tight"])
 def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int) -> None:
-    job = replace(JOB, global_batch=8)
+    job = replace(JOB, global_batch=4)
+    model = replace(model, num_layers=5)
     cluster = replace(CLUSTER, num_nodes=1, devices_per_node=4, device=replace(DEVICE, memory_bytes=memory_bytes))
     found = search(model, job, cluster, top=5)
     tried = brute_force(model, job, cluster)
@@ -115,3 +118,58 @@ def test_json_is_plain() -> None:
     value = as_json(search(GPT, JOB, SMALL, top=2))
     assert {"engine", "plans", "rejected", "num_layouts"} <= set(value)
     assert value["plans"][0]["step_s"] > 0
+
+
+def test_explain_holds_every_message_and_number() -> None:
+    plan = predict(LLAMA, JOB, SMALL, Layout(tensor=2, pipeline=2, data=2, zero=1, sequence_parallel=True))
+    text = explain(plan)
+    for word in ("Memory by pipeline rank", "attention input", "activations", "gradients", "loss and norm", "bubble"):
+        assert word in text
+    assert sum(row.seconds for row in priced(plan, Coord())) > 0
+
+
+def test_page_stands_alone() -> None:
+    text = page(search(LLAMA, JOB, SMALL, {"pipeline": 2}))
+    assert text.startswith("<!doctype html>") and text.count("<svg") >= 4
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_scan_and_front() -> None:
+    found = search(LLAMA, JOB, SMALL)
+    assert {entry.tensor for entry in found.scan} >= {1, 2, 4}
+    assert min(entry.slower for entry in found.scan) == 0.0
+    times = [step_s(plan) for plan in found.front]
+    sizes = [summary(plan).memory_bytes for plan in found.front]
+    assert times == sorted(times) and sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tensor": 1, "pipeline": 1, "zero": 1}, "data parallelism alone"),
+        ({"tensor": 1, "pipeline": 2}, "deep but narrow"),
+        ({"tensor": 2, "pipeline": 1}, "wide for one device"),
+        ({"tensor": 2, "pipeline": 2}, "stages across nodes"),
+    ],
+)
+def test_reasons_name_the_case(given: dict[str, int], words: str) -> None:
+    assert words in search(LLAMA, JOB, SMALL, given).reasons[0]
+
+
+def test_layouts_that_predictions_cannot_tell_apart_are_called_so() -> None:
+    found = search(LLAMA, JOB, SMALL, top=5)
+    assert step_s(found.plans[1]) < step_s(found.plans[0]) * 1.05
+    assert "cannot be told apart" in found.reasons[-1]
+
+
+def test_an_unknown_engine_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(SpecError, match="megatron"):
+        search(LLAMA, JOB, SMALL, engine_name="megatron-99")
+
+
+@pytest.mark.parametrize("name", sorted(profiles()))
+def test_every_engine_ranks_layouts(name: str) -> None:
+    precision = next(iter(profiles()[name].states))
+    device = replace(DEVICE, flops_per_s={precision: 1e14, "bf16": 1e14, "fp32": 1e13})
+    job = replace(JOB, precision=precision)
+    assert search(LLAMA, job, replace(SMALL, device=device), engine_name=name).plans

@@ -1,0 +1,115 @@
+"""Advice: the winner's reason in words, the scan that an expert would make by hand, and when two layouts cannot be told
+apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.units import format_bytes, format_seconds
+
+HUGE = 100e9
+"""Parameters from which on published runs used all three axes (SC21 table 1: tensor and pipeline from 39B on)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scanned:
+    """The best layout with one tensor size, or why there is none; `slower` than the winner by this share, and `because`
+    of this."""
+
+    tensor: int
+    plan: Plan | None
+    slower: float
+    because: str
+
+
+def step_s(plan: Plan) -> float:
+    """Predicted seconds of a step."""
+    assert plan.prediction is not None, "a plan without prediction cannot be compared"
+    return plan.prediction.step_s
+
+
+def difference(plan: Plan, winner: Plan) -> str:
+    """The kind of time that `plan` spends most more of than `winner`, as words."""
+    assert plan.prediction is not None and winner.prediction is not None
+    ours, theirs = plan.prediction.step_s_by_kind, winner.prediction.step_s_by_kind
+    kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
+    more = ours[kind] - theirs.get(kind, 0.0)
+    return f"{format_seconds(more)} more in {NAMES.get(kind, kind)}" if more > 0 else "no slower in any part"
+
+
+NAMES = {
+    "tensor": "messages of the tensor axis",
+    "data": "messages of the data axis",
+    "pipeline": "waiting in the pipeline",
+    "recompute": "computing activations again",
+    "compute": "compute (smaller or fewer products per device)",
+    "host and gathers": "issuing kernels and gathering parameters",
+    "optimizer": "the optimizer",
+}
+
+
+def reasons(plans: Sequence[Plan], scan: Sequence[Scanned], tie: float) -> tuple[str, ...]:
+    """Why the first plan won: what shape of problem this is, what its time goes to, what comes closest."""
+    winner = plans[0]
+    assert winner.prediction is not None
+    words = [_shape(winner), _time(winner)]
+    for entry in scan:
+        if entry.plan is not None and entry.tensor != winner.layout.tensor:
+            words.append(f"tensor {entry.tensor} loses {entry.slower:.1%}: {entry.because}")
+        elif entry.plan is None:
+            words.append(f"tensor {entry.tensor} is out: {entry.because}")
+    close = [plan for plan in plans[1:] if step_s(plan) <= step_s(winner) * (1 + tie)]
+    if close:
+        words.append(
+            f"the first {len(close) + 1} lie within {tie:.0%}, less than predictions err between layouts of one model: "
+            "they cannot be told apart; try them"
+        )
+    return tuple(words)
+
+
+def _shape(plan: Plan) -> str:
+    """What kind of case this is."""
+    layout, model = plan.layout, plan.model
+    whole = layout.tensor * layout.pipeline * layout.context == 1 and layout.zero < 3
+    if layout.num_ranks == 1:
+        return "one device: nothing to cut"
+    if whole:
+        return "the model fits one device: data parallelism alone, the fewest messages"
+    if layout.zero == 3 and layout.tensor * layout.pipeline == 1:
+        return "a layer fits one device, the whole model does not: parameters cut over the data axis"
+    if model.num_parameters >= HUGE and min(layout.tensor, layout.pipeline, layout.data) > 1:
+        return "100B parameters and more: tensor inside the node, pipeline across nodes, data with what is left"
+    if layout.tensor == 1:
+        return "deep but narrow: pipeline and data, without a message inside a layer"
+    if layout.pipeline == 1:
+        return "wide for one device: layers cut over the tensor axis, no pipeline to fill"
+    return "too large for one axis: layers cut inside the node, stages across nodes"
+
+
+def _time(plan: Plan) -> str:
+    """Where the winner's time goes, and what limits it."""
+    assert plan.prediction is not None
+    kinds = plan.prediction.step_s_by_kind
+    worst = max((kind for kind in kinds if kind != "compute"), key=lambda kind: kinds[kind])
+    share, total = kinds[worst] / plan.prediction.step_s, kinds["compute"] / plan.prediction.step_s
+    largest = max(sum(stage.values()) for stage in plan.prediction.memory_bytes)
+    room = plan.cluster.device.memory_bytes - largest
+    return (
+        f"{total:.0%} of a step is arithmetic; the largest other part is {NAMES.get(worst, worst)} ({share:.1%}); "
+        f"{format_bytes(room)} of memory stay free"
+    )
+
+
+def smaller(layout: Layout) -> str:
+    """What to try where nothing fits: the options that this layout has not used yet."""
+    options = []
+    if layout.recompute != "full":
+        options.append('recompute = "full"')
+    if layout.zero < 3:
+        options.append(f"zero = {layout.zero + 1}")
+    if layout.micro_batch > 1:
+        options.append(f"micro_batch = {layout.micro_batch // 2}")
+    return ", ".join([*options, "more nodes", "a shorter sequence"])

@@ -1,0 +1,124 @@
+"""Explain: one layout in full. Memory by kind and stage, time by kind, every message with bytes, link and seconds, and
+the formulas with their numbers filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.plan.layout import Coord
+from phalanx.plan.plan import Plan
+from phalanx.plan.stages import split
+from phalanx.plan.traffic import Message, traffic
+from phalanx.planner import network
+from phalanx.planner.advice import NAMES
+from phalanx.planner.memory import KINDS
+from phalanx.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A message of one step with the link it crosses and the seconds of all its calls, nothing hidden."""
+
+    message: Message
+    link: str
+    seconds: float
+
+
+def priced(plan: Plan, coord: Coord) -> tuple[Priced, ...]:
+    """All messages of one step of the rank at `coord`, as Traffic lists them."""
+    places = network.placements(plan.cluster, plan.layout)
+    groups = {"tensor": "tensor", "kv": "tensor", "data": "data", "pipeline": "pipeline", "tied": "pipeline"}
+    found = []
+    for message in traffic(plan, coord):
+        world = network.placement(plan.cluster, plan.layout.num_ranks, 1)
+        place = places[groups[message.group]] if message.group in groups else world
+        each = message.payload_bytes / message.count
+        if message.operation in ("send", "recv"):
+            seconds = network.point_to_point_s(plan.cluster, each, place) if each else 0.0
+        else:
+            seconds = network.collective_s(plan.cluster, message.operation, each, place)
+        inside = bool(np.asarray(place.nodes) <= 1)
+        link = plan.cluster.intra_node.name if inside else plan.cluster.inter_node.name
+        found.append(Priced(message=message, link=link, seconds=float(seconds) * message.count))
+    return tuple(found)
+
+
+def explain(plan: Plan) -> str:
+    """Everything about one plan, as text."""
+    assert plan.prediction is not None, "only a plan with a prediction can be explained"
+    sections = (_memory(plan), _time(plan), _messages(plan), _formulas(plan), _assumptions(plan))
+    return "\n\n".join("\n".join(section) for section in ([f"{plan.model.name}: {plan.layout}"], *sections))
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    assert plan.prediction is not None
+    limit = plan.cluster.device.memory_bytes
+    yield f"Memory by pipeline rank (of {format_bytes(limit)})"
+    shown = [kind for kind in KINDS if any(stage.get(kind) for stage in plan.prediction.memory_bytes)]
+    stages = split(plan.model, plan.job.seq_len, plan.layout.num_stages, plan.layout.stage_layers, plan.layout.tensor)
+    for number, stage in enumerate(plan.prediction.memory_bytes):
+        parts = ", ".join(f"{kind} {format_bytes(stage[kind])}" for kind in shown if stage[kind])
+        layers = sum(len(s.layers) for s in stages[number :: plan.layout.pipeline])
+        yield f"  {number}: {format_bytes(sum(stage.values()))} ({layers} layers): {parts}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    assert plan.prediction is not None
+    yield f"Time of a step: {format_seconds(plan.prediction.step_s)}, on the pipeline rank with most work"
+    for kind, seconds in plan.prediction.step_s_by_kind.items():
+        share = seconds / plan.prediction.step_s
+        yield f"  {format_seconds(seconds):>10} {share:6.1%}  {NAMES.get(kind, kind)}"
+
+
+def _messages(plan: Plan) -> Iterator[str]:
+    assert plan.prediction is not None
+    rows = priced(plan, Coord())
+    yield "Messages of one step of the first rank, if nothing hid them"
+    for row in rows:
+        message = row.message
+        yield (
+            f"  {message.group:9} {message.purpose:28} {message.count:6} × {message.operation:14} "
+            f"{format_bytes(message.payload_bytes / message.count):>10}  {format_seconds(row.seconds):>10}  {row.link}"
+        )
+    total, compute = sum(row.seconds for row in rows), plan.prediction.step_s_by_kind["compute"]
+    if rows:
+        yield f"  all: {format_seconds(total)}; compute / communication {compute / total:.2f}"
+    else:
+        yield "  none"
+
+
+def _formulas(plan: Plan) -> Iterator[str]:
+    model, job, layout = plan.model, plan.job, plan.layout
+    flops = model.flops_per_token(job.seq_len)
+    micro_batches = layout.num_micro_batches(job.global_batch)
+    yield "Formulas with their numbers"
+    yield (
+        f"  model FLOPs per token = 3 × (layers × (2 × matrices + 4 s a d) + 2 h V) = {flops / 1e9:,.4g} GFLOP; "
+        f"× {job.tokens_per_step:,} tokens per step / {layout.num_ranks} devices"
+    )
+    yield (
+        f"  micro-batches m = global batch / (data × micro-batch) = {job.global_batch} / ({layout.data} × "
+        f"{layout.micro_batch}) = {micro_batches}"
+    )
+    bubble = (layout.pipeline - 1) / (micro_batches * layout.virtual_stages + layout.pipeline - 1)
+    yield (
+        f"  bubble with equal stages = (p - 1) / (m v + p - 1) = ({layout.pipeline} - 1) / ({micro_batches} × "
+        f"{layout.virtual_stages} + {layout.pipeline} - 1) = {bubble:.1%}"
+    )
+    payload = layout.micro_batch * job.seq_len * model.hidden * 2
+    yield (
+        f"  one tensor-axis message = b s h × 2 bytes = {layout.micro_batch} × {job.seq_len} × {model.hidden} × 2 = "
+        f"{format_bytes(payload)}"
+    )
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    assert plan.prediction is not None
+    yield "Assumptions"
+    for text in plan.prediction.assumptions:
+        yield f"  {text}"
+    for field, source in sorted(plan.cluster.sources.items()):
+        yield f"  {field}: {source}"
