@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from phalanx.errors import CheckpointError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
-from phalanx.spec.job import CheckpointSpec, OptimizerSpec
+from phalanx.spec.job import CheckpointSpec, DataSpec, OptimizerSpec
 from phalanx.spec.models import from_config
 from phalanx.trainer.continuation import Continuation
 from phalanx.trainer.engine import Engine
@@ -123,6 +124,35 @@ def test_a_checkpoint_is_a_start_too_and_resuming_goes_before(tmp_path):
     assert Continuation(again, RunDir(tmp_path / "run"), said.append).restore() == 3
     assert torch.equal(again.buffers[0].parameters, engine.buffers[0].parameters)
     assert not any("starting with" in line for line in said)
+
+
+def test_weights_alone_are_nothing_to_resume(tmp_path):
+    family("llama").save_pretrained(tmp_path / "theirs")
+    to_checkpoint(open_weights(tmp_path / "theirs"), tmp_path / "ours")
+    plan = plan_from(tmp_path / "theirs", Layout(), precision="fp32")
+    plan = replace(plan, job=replace(plan.job, checkpoint=CheckpointSpec(resume=str(tmp_path / "ours"))))
+    with pytest.raises(CheckpointError, match="holds weights alone") as caught:
+        Continuation(solo_engine(plan), RunDir(tmp_path / "run"), lambda line: None).restore()
+    assert f'checkpoint.init_from = "{tmp_path / "ours"}"' in str(caught.value)
+
+
+def test_data_of_another_tokenizer_are_refused(tmp_path):
+    family("llama").save_pretrained(tmp_path / "theirs")
+    plan = plan_from(tmp_path / "theirs", Layout())
+    (tmp_path / "data").mkdir()
+    plan = replace(plan, job=replace(plan.job, data=DataSpec(path=str(tmp_path / "data" / "tokens"))))
+
+    def start(theirs: dict, ours: dict) -> None:
+        for folder, vocab in (("theirs", theirs), ("data", ours)):
+            content = {"model": {"vocab": vocab}, "added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}
+            (tmp_path / folder / "tokenizer.json").write_text(json.dumps(content))
+        Continuation(solo_engine(plan), RunDir(tmp_path / "run"), lambda line: None).restore()
+
+    start({"a": 1, "b": 2}, {"a": 1})
+    with pytest.raises(CheckpointError, match='"b" is id 1 in the data and has id 2 in '):
+        start({"a": 1, "b": 2}, {"b": 1})
+    with pytest.raises(CheckpointError, match='"c" is id 3 in the data and has no id in '):
+        start({"a": 1}, {"a": 1, "c": 3})
 
 
 def test_weights_of_another_model_are_refused_on_all_ranks(tmp_path):

@@ -34,6 +34,24 @@ def tokenizer_folder(folders: Sequence[Path]) -> Path | None:
     return next((folder for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
+def check_tokenizers(data: Path, folders: Sequence[Path]) -> None:
+    """Raises CheckpointError if the tokenizer in the folder `data` has a token that the one in `folders` does not have,
+    or has under another id: text tokenized by one is noise to a model trained with the other.
+
+    Nothing is compared where either is missing.
+    """
+    known_in = tokenizer_folder(folders)
+    if known_in is None or not (data / TOKENIZER).is_file():
+        return
+    known = _vocabulary(known_in)
+    for token, number in _vocabulary(data).items():
+        if known.get(token) != number:
+            there = f"id {known[token]}" if token in known else "no id"
+            what = f"{json.dumps(token)} is id {number} in the data and has {there} in {known_in / TOKENIZER}"
+            instead = "tokenize the data with the tokenizer of the weights"
+            raise CheckpointError(what, where=str(data / TOKENIZER), instead=instead)
+
+
 def carry(folders: Sequence[Path], target: Path, max_seq_len: int) -> None:
     """Copy the tokenizer's files from where they are into the folder `target`, and write its generation_config.json.
 
@@ -82,6 +100,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _tokenizer_config(source: Path, max_seq_len: int) -> dict[str, Any]:
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len}
     return config if _end_of_document(source) is None else {**config, "eos_token": _END_OF_DOCUMENT}
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """Every token's id."""
+    content = _read_json(folder / TOKENIZER)
+    vocab = content.get("model", {}).get("vocab", {})
+    ids = {entry[0]: number for number, entry in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+    return ids | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
 
 
 def _end_of_document(folder: Path) -> int | None:

@@ -38,6 +38,9 @@ def check_tensors(manifest: Manifest, plan: Plan, pieces: Iterable[Piece], where
     expected = parameters(plan.model)
     stored: dict[tuple[str, str], Stored] = {(entry.kind, entry.name): entry for entry in manifest.tensors}
     kinds = {kind for kind, _ in stored}
+    if kinds == {"weight"} != set(dtypes):
+        instead = f'checkpoint.init_from = "{where}" starts with its weights'
+        raise CheckpointError("holds weights alone, nothing to go on from", where=where, instead=instead)
     problems = []
     for kind, dtype in dtypes.items():
         if kind not in kinds:

@@ -10,6 +10,7 @@ import torch
 
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.hf_folder import CONFIG, Folder
+from phalanx.checkpoint.hf_settings import check_tokenizers
 from phalanx.checkpoint.manifest import MANIFEST, Stored
 from phalanx.checkpoint.match import check_model
 from phalanx.checkpoint.reshard import read_pieces
@@ -61,10 +62,17 @@ def initialize(
     """Fill the live weights among this rank's `pieces` from `path`; all ranks of `comm` call it, and each reads what
     its own pieces need. Everything else of the state stays as it is.
 
-    Raises CheckpointError on all ranks alike if that fails on any.
+    Raises CheckpointError on all ranks alike if that fails on any, or if the data have another tokenizer.
     """
     device = device or torch.device("cpu")
-    weights = together(comm, device, CheckpointError, lambda: open_weights(path, plan.model))
+
+    def fitting() -> Weights:
+        weights, data = open_weights(path, plan.model), plan.job.data.path
+        if data and comm.index == 0:
+            check_tokenizers(Path(data).parent, weights.folders)
+        return weights
+
+    weights = together(comm, device, CheckpointError, fitting)
     together(comm, device, CheckpointError, lambda: weights.fill(pieces))
     return weights
 
