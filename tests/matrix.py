@@ -93,6 +93,11 @@ UNUSUAL = {
         Layout(data=2, pipeline=2, tensor=2, zero=3, virtual_stages=2, schedule="interleaved-1f1b"),
     ),
     "recompute": (tiny_model(), Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="full")),
+    "selective recompute": (tiny_model(), Layout(tensor=2, pipeline=2, data=2, recompute="selective")),
+    "selective recompute, sequence": (
+        tiny_model("gpt2"),
+        Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="selective", schedule="zb-h1"),
+    ),
     "recompute, zero 3": (tiny_model("gpt2"), Layout(data=2, tensor=2, zero=3, recompute="full")),
     "recompute, zero bubble": (tiny_model(), Layout(pipeline=2, tensor=2, schedule="zb-h1", recompute="full")),
     "one micro-batch": (tiny_model(), Layout(pipeline=2, tensor=2, micro_batch=8)),

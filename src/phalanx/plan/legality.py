@@ -184,12 +184,6 @@ LIMITS = (
         instead="context = 1",
     ),
     Limit(
-        key="recompute",
-        beyond=lambda layout: layout.recompute == "selective",
-        what="the trainer does not recompute single operations",
-        instead='recompute = "full", or "none"',
-    ),
-    Limit(
         key="zero",
         beyond=lambda layout: layout.zero >= 2 and layout.schedule in SPLIT_BACKWARD,
         what="gradients that are cut after every backward cannot wait for weight-gradient actions",

@@ -80,11 +80,12 @@ class _Traffic:
 
     def _tensor(self, stage: Stage) -> Iterator[Message]:
         """Two half-blocks per layer, each opened and closed once forward and once backward; both ends of the model."""
-        forwards = 2 if self.plan.layout.recompute == "full" else 1
+        recompute = self.plan.layout.recompute
+        closed, opened = 1 + (recompute == "full"), 1 + (recompute != "none")
         for half_block in ("attention", "mlp"):
             count = len(stage.layers)
-            yield from self._opened(f"{half_block} input", count * forwards)
-            yield from self._closed(f"{half_block} output", count * forwards)
+            yield from self._opened(f"{half_block} input", count * opened)
+            yield from self._closed(f"{half_block} output", count * closed)
             yield from self._opened(f"{half_block} output gradient", count)
             yield from self._closed(f"{half_block} input gradient", count)
         if stage.embedding:

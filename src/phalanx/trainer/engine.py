@@ -49,8 +49,9 @@ class Engine:
             self.buffers, comm("data"), layout.zero, layout.bucket_bytes, functools.partial(fill, seed=job.seed)
         )
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
-        recompute = layout.recompute == "full"
-        stages = [build(chunk, model, job.seq_len, self.parallel, embedding, self.data, recompute) for chunk in chunks]
+        stages = [
+            build(chunk, model, job.seq_len, self.parallel, embedding, self.data, layout.recompute) for chunk in chunks
+        ]
         self.pipeline = self._pipeline(stages, dtype, on_action)
         self.optimizer = AdamW(self.data.slices, job.optimizer)
 

@@ -53,20 +53,17 @@ class CachedAttention:
         self.length = 0
 
     def __call__(self, qkv: Tensor, batch: MicroBatch, layer: int) -> Tensor:
-        """[new tokens, features of q, k and v] → [new tokens, heads × width]. New tokens after the first ones come one
-        at a time: then nothing has to be masked."""
+        """[new tokens, features of q, k and v] → [1, heads, new tokens, width]. After the first ones, new tokens come
+        one at a time: then nothing has to be masked."""
         first, count = self.length, qkv.shape[0]
         assert first == 0 or count == 1, "several tokens behind others"
         self.length = last = first + count
         turn = None if self.rotation is None else (self.rotation[0][first:last], self.rotation[1][first:last])
-        split = kernels.split_heads(qkv.unsqueeze(0), self.num_heads, self.num_kv_heads, turn)
-        self.cache[:, :, first:last] = split[:, self.num_heads :]
+        q, k, v = kernels.split_heads(qkv.unsqueeze(0), self.num_heads, self.num_kv_heads, turn)
+        torch.cat([k, v], 1, out=self.cache[:, :, first:last])
         keys, values = self.cache[:, :, :last].chunk(2, 1)
         shared = self.num_kv_heads != self.num_heads
-        output = F.scaled_dot_product_attention(
-            split[:, : self.num_heads], keys, values, is_causal=count > 1, enable_gqa=shared
-        )
-        return output.transpose(1, 2).reshape(count, -1)
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=count > 1, enable_gqa=shared)
 
 
 class Generator:
@@ -80,7 +77,9 @@ class Generator:
         self._embedding, *layers, head = buffers
         parallel = TensorParallel(SoloComm(Group(name="tensor", ranks=(0,))))
         rotation = rotation_table(self.model, self.model.max_seq_len, torch.float32, self.device)
-        self._layers = [Layer(buffer, i, self.model, parallel, rotation) for i, buffer in enumerate(layers)]
+        self._layers = [
+            Layer(buffer, i, self.model, parallel, rotation, recomputes=False) for i, buffer in enumerate(layers)
+        ]
         for layer in self._layers:
             layer.attention = CachedAttention(layer.attention)
         self._norm = Norm(head, "norm", self.model)

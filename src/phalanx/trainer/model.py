@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from phalanx.plan.layout import Recompute
 from phalanx.plan.shards import Leaf, Piece
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.flat import FlatBuffer, Products, Weight
 from phalanx.trainer.recompute import checkpointed
-from phalanx.trainer.tensor_parallel import TensorParallel
+from phalanx.trainer.tensor_parallel import Again, TensorParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class Norm:
 
 
 class Attention:
-    """Causal self-attention on this rank's heads: [tokens, features of q, k and v] → [tokens, heads × width]."""
+    """Causal self-attention on this rank's heads: [tokens, features of q, k and v] → [sequences, heads, positions, width]."""
 
     def __init__(
         self, model: ModelSpec, heads: range, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
@@ -143,13 +144,10 @@ class Attention:
         rotation = (
             None if self.rotation is None else (self.rotation[0][:num_positions], self.rotation[1][:num_positions])
         )
-        split = kernels.split_heads(qkv.view(num_sequences, num_positions, -1), num_heads, num_kv, rotation)
-        q, k, v = split.split([num_heads, num_kv, num_kv], 1)
+        q, k, v = kernels.split_heads(qkv.view(num_sequences, num_positions, -1), num_heads, num_kv, rotation)
         if self.dropout:
-            output = self._with_dropout(q, k, v, batch, layer)
-        else:
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_kv != num_heads)
-        return output.transpose(1, 2).reshape(num_sequences * num_positions, -1)
+            return self._with_dropout(q, k, v, batch, layer)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_kv != num_heads)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, layer: int) -> Tensor:
         """Attention written out, since fused kernels draw masks of their own, which would depend on the layout."""
@@ -164,8 +162,18 @@ class Attention:
         return dropout.apply(weights, keep, self.dropout) @ v
 
 
+def _join_heads(attended: Tensor) -> Tensor:
+    """[sequences, heads, positions, width] → [tokens, heads × width]."""
+    return attended.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
 class Layer:
-    """One transformer block: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One transformer block: attention and feed-forward, each behind a norm and added to the residual stream.
+
+    With `recomputes`, what is cheap to make again from tensors that are kept anyway is not kept for backward: outputs
+    of norms and of the activation, and attention's output in its second shape. (Turning queries and keys again would
+    save nothing: only the turned ones are kept.)
+    """
 
     def __init__(
         self,
@@ -174,8 +182,10 @@ class Layer:
         model: ModelSpec,
         parallel: TensorParallel,
         rotation: tuple[Tensor, Tensor] | None,
+        recomputes: bool,
     ) -> None:
         self.buffer, self.index, self.model, self.parallel = buffer, index, model, parallel
+        self.recomputes = recomputes
         self.reads = self.reads_in_backward = (buffer,)
         self.backward_within_forward = False
         weights = buffer.weights
@@ -193,11 +203,20 @@ class Layer:
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Forward of one block."""
         assert inputs is not None
-        qkv = self.parallel.column(self.norm1(inputs), self.qkv, self.qkv_bias, "attention")
+        normed = self.norm1(inputs)
+        again = self._again(self.norm1, inputs)
+        qkv = self.parallel.column(normed, self.qkv, self.qkv_bias, "attention", again)
         attended = self.attention(qkv, batch, self.index)
-        middle = self._close(attended, self.out, self.out_bias, inputs, batch, "attention")
-        up = self.parallel.column(self.norm2(middle), self.up, self.up_bias, "mlp")
-        return self._close(self._activate(up), self.down, self.down_bias, middle, batch, "mlp")
+        joined, again = _join_heads(attended), self._again(_join_heads, attended)
+        middle = self._close(joined, self.out, self.out_bias, inputs, batch, "attention", again)
+        normed = self.norm2(middle)
+        up = self.parallel.column(normed, self.up, self.up_bias, "mlp", self._again(self.norm2, middle))
+        activated, again = self._activate(up), self._again(self._activate, up)
+        return self._close(activated, self.down, self.down_bias, middle, batch, "mlp", again)
+
+    def _again(self, make: Callable[[Tensor], Tensor], inputs: Tensor) -> Again | None:
+        """How to make `make(inputs)` once more in backward, if that is asked for; `inputs` is kept anyway."""
+        return functools.partial(make, inputs) if self.recomputes else None
 
     def _activate(self, up: Tensor) -> Tensor:
         if self.model.gated:
@@ -205,11 +224,18 @@ class Layer:
         return F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
 
     def _close(
-        self, inputs: Tensor, weight: Weight, bias: Weight | None, residual: Tensor, batch: MicroBatch, purpose: str
+        self,
+        inputs: Tensor,
+        weight: Weight,
+        bias: Weight | None,
+        residual: Tensor,
+        batch: MicroBatch,
+        purpose: str,
+        again: Again | None,
     ) -> Tensor:
         if self.dropout is None:
-            return self.parallel.row(inputs, weight, bias, residual, purpose)
-        output = self.parallel.row(inputs, weight, bias, None, purpose)
+            return self.parallel.row(inputs, weight, bias, residual, purpose, again)
+        output = self.parallel.row(inputs, weight, bias, None, purpose, again)
         return residual + self.dropout(output, batch, self.index, purpose)
 
 
@@ -326,7 +352,7 @@ def build(
     parallel: TensorParallel,
     tied_embedding: FlatBuffer | None,
     watcher: Watcher,
-    recompute: bool,
+    recompute: Recompute,
 ) -> Stage:
     """The stage whose blocks' parameters are `buffers`, in order. `tied_embedding`: the embedding's buffer where a tied
     head shares it on this rank."""
@@ -342,8 +368,12 @@ def build(
         else:
             if rotation is None:
                 rotation = rotation_table(model, seq_len, buffer.parameters.dtype, buffer.parameters.device)
-            blocks.append(Layer(buffer, int(buffer.layout.name.split(".")[1]), model, parallel, rotation))
-    return Stage(blocks, watcher, recompute)
+            blocks.append(
+                Layer(
+                    buffer, int(buffer.layout.name.split(".")[1]), model, parallel, rotation, recompute == "selective"
+                )
+            )
+    return Stage(blocks, watcher, recompute == "full")
 
 
 def _vocabulary_leaf(buffer: FlatBuffer) -> Leaf:

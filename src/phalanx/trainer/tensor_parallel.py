@@ -10,7 +10,7 @@ Weight gradients are added straight into flat buffers; autograd sees activations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from torch.autograd import Function
 from phalanx.plan.comm import Comm
 from phalanx.plan.traffic import HEAD_ROWS
 from phalanx.trainer.flat import Weight, add_product
+
+Again = Callable[[], Tensor]
+"""Makes a tensor a second time, for backward, from what is kept anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +46,29 @@ class TensorParallel:
         return range(self.comm.index * share, (self.comm.index + 1) * share)
 
     def column(
-        self, inputs: Tensor, weights: Sequence[Weight], biases: Sequence[Weight] | None, purpose: str
+        self,
+        inputs: Tensor,
+        weights: Sequence[Weight],
+        biases: Sequence[Weight] | None,
+        purpose: str,
+        again: Again | None = None,
     ) -> Tensor:
-        """Layers whose output is cut: [tokens, hidden] → [all tokens, this rank's rows of all `weights`]."""
-        return _apply(_Column, inputs, tuple(weights), tuple(biases or ()), self, purpose)
+        """Layers whose output is cut: [tokens, hidden] → [all tokens, this rank's rows of all `weights`]. With `again`,
+        `inputs` are not kept for backward but made a second time."""
+        return _apply(_Column, inputs, tuple(weights), tuple(biases or ()), self, purpose, again)
 
-    def row(self, inputs: Tensor, weight: Weight, bias: Weight | None, residual: Tensor | None, purpose: str) -> Tensor:
-        """A layer whose input is cut: [all tokens, columns] → [tokens, hidden], summed over ranks, plus `residual`."""
-        return _apply(_Row, inputs, residual, weight, bias, self, purpose)
+    def row(
+        self,
+        inputs: Tensor,
+        weight: Weight,
+        bias: Weight | None,
+        residual: Tensor | None,
+        purpose: str,
+        again: Again | None = None,
+    ) -> Tensor:
+        """A layer whose input is cut: [all tokens, columns] → [tokens, hidden], summed over ranks, plus `residual`. With
+        `again`, `inputs` are not kept for backward but made a second time."""
+        return _apply(_Row, inputs, residual, weight, bias, self, purpose, again)
 
     def embed(self, tokens: Tensor, weight: Weight, first_row: int, anchor: Tensor) -> Tensor:
         """Rows of the embedding for `tokens` [all tokens] (int64) → [tokens, hidden]. This rank holds the vocabulary
@@ -91,6 +109,25 @@ def _apply(function: type[Function], *arguments: Any) -> Tensor:
     return result
 
 
+def _keep(ctx: Any, inputs: Tensor, again: Again | None) -> None:
+    """Keep a layer's input for backward, or only how to make it again."""
+    ctx.again = again
+    if again is None:
+        ctx.save_for_backward(inputs)
+
+
+def _kept(ctx: Any) -> Tensor:
+    if ctx.again is None:
+        return ctx.saved_tensors[0]
+    inputs = ctx.again()
+    ctx.again = _spent  # what it held is let go
+    return inputs
+
+
+def _spent() -> Tensor:
+    raise AssertionError("backward ran twice")
+
+
 class _Column(Function):
     @staticmethod
     def forward(
@@ -100,9 +137,10 @@ class _Column(Function):
         biases: tuple[Weight, ...],
         parallel: TensorParallel,
         purpose: str,
+        again: Again | None,
     ) -> Tensor:
         inputs = parallel.gather(inputs, f"{purpose} input")
-        ctx.save_for_backward(inputs)
+        _keep(ctx, inputs, again)
         ctx.weights, ctx.biases, ctx.parallel, ctx.purpose = weights, biases, parallel, purpose
         if len(weights) == 1:
             return _linear(inputs, weights[0], biases[0] if biases else None)
@@ -110,8 +148,8 @@ class _Column(Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        (inputs,) = ctx.saved_tensors
         parallel, weights = ctx.parallel, ctx.weights
+        inputs = _kept(ctx) if ctx.again is None else parallel.gather(_kept(ctx), f"{ctx.purpose} input")
         grads = output_grad.split([weight.value.shape[0] for weight in weights], 1)
         input_grad = grads[0] @ weights[0].value
         for weight, grad in zip(weights[1:], grads[1:], strict=True):
@@ -129,7 +167,7 @@ class _Column(Function):
         for bias, grad in zip(ctx.biases, grads, strict=False):
             bias.grad.add_(grad.sum(0))
         work.wait()
-        return mine, None, None, None, None
+        return mine, None, None, None, None, None
 
 
 def _linear(inputs: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
@@ -148,8 +186,9 @@ class _Row(Function):
         bias: Weight | None,
         parallel: TensorParallel,
         purpose: str,
+        again: Again | None,
     ) -> Tensor:
-        ctx.save_for_backward(inputs)
+        _keep(ctx, inputs, again)
         ctx.weight, ctx.bias, ctx.parallel, ctx.purpose = weight, bias, parallel, purpose
         ctx.has_residual = residual is not None
         if parallel.comm.size == 1 and residual is not None:
@@ -162,12 +201,11 @@ class _Row(Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        (inputs,) = ctx.saved_tensors
         if ctx.bias is not None:
             ctx.bias.grad.add_(output_grad.sum(0))
         full = ctx.parallel.gather(output_grad, f"{ctx.purpose} output gradient")
-        add_product(ctx.weight, full, inputs)
-        return full @ ctx.weight.value, output_grad if ctx.has_residual else None, None, None, None, None
+        add_product(ctx.weight, full, _kept(ctx))
+        return full @ ctx.weight.value, output_grad if ctx.has_residual else None, *[None] * 5
 
 
 class _Embedding(Function):

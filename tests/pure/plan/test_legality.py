@@ -223,7 +223,7 @@ def test_allowed_tensor_sizes():
 
 
 def test_the_trainers_limits_say_what_to_write_instead():
-    beyond = Layout(context=2, recompute="selective", zero=2, schedule="zb-h1")
+    beyond = Layout(context=2, zero=2, schedule="zb-h1")
     assert [problem.where for problem in engine_problems(beyond)] == [f"layout.{limit.key}" for limit in LIMITS]
     assert all(problem.instead for problem in engine_problems(beyond))
 
