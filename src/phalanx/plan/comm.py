@@ -68,8 +68,8 @@ class Comm(Protocol):
         purpose: str,
         async_op: bool = False,
     ) -> Work:
-        """Concatenate every member's tensor along dim 0 into `out`, in rank order. `tensors[i]` may be this member's own
-        piece of `out[i]` (in place). Payload: the bytes of `out`."""
+        """Concatenate every member's tensor along dim 0 into `out`, in rank order. `tensors[i]` may be this member's
+        own piece of `out[i]` (in place). Payload: the bytes of `out`."""
 
     def reduce_scatter(
         self,

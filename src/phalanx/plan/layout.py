@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.comm import Group
-
 AXES = ("pipeline", "data", "context", "tensor")
 
 Recompute = Literal["none", "selective", "full"]

@@ -129,7 +129,10 @@ class Norm:
 
 
 class Attention:
-    """Causal self-attention on this rank's heads: [tokens, features of q, k and v] → [sequences, heads, positions, width]."""
+    """Causal self-attention on this rank's heads.
+
+    [tokens, features of q, k and v] → [sequences, heads, positions, width].
+    """
 
     def __init__(
         self, model: ModelSpec, heads: range, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None

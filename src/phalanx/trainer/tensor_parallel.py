@@ -66,8 +66,8 @@ class TensorParallel:
         purpose: str,
         again: Again | None = None,
     ) -> Tensor:
-        """A layer whose input is cut: [all tokens, columns] → [tokens, hidden], summed over ranks, plus `residual`. With
-        `again`, `inputs` are not kept for backward but made a second time."""
+        """A layer whose input is cut: [all tokens, columns] → [tokens, hidden], summed over ranks, plus `residual`.
+        With `again`, `inputs` are not kept for backward but made a second time."""
         return _apply(_Row, inputs, residual, weight, bias, self, purpose, again)
 
     def embed(self, tokens: Tensor, weight: Weight, first_row: int, anchor: Tensor) -> Tensor:
