@@ -114,6 +114,7 @@ SOUND = {
     "gradients that are zero, fp32": (Layout(tensor=2, data=2, zero=1), GPT2, "fp32"),
     "gradients that are zero, bf16": (STAGES, GPT2, "bf16"),
     "one process": (Layout(), LLAMA, "fp32"),
+    "shards only": (Layout(data=2, zero=3), LLAMA, "fp32"),
 }
 
 

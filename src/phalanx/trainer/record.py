@@ -101,7 +101,12 @@ def _facts(batches: Sequence[MicroBatch], loss: float, norm: float, rate: float,
 
 
 def _weights(engine: Engine) -> Held:
-    """All weights as forward reads them on this rank, those that other ranks update included."""
+    """All weights that lie on this rank between steps, those that other ranks update included."""
+    if engine.data.zero == 3:  # only shards do
+        for part in engine.data.slices:
+            for piece, box, stretch in part.rectangles():
+                yield piece.parameter, box, part.parameters[stretch]
+        return
     for buffer in engine.buffers:
         for piece in buffer.layout.pieces:
             for first, box in piece.rectangles(0, buffer.layout.num_elements):
