@@ -52,6 +52,9 @@ class _Pending:
     def __init__(self, transport: ThreadTransport, call: Call, sheet: Any, writers: tuple[int, ...]) -> None:
         self.transport, self.call, self.sheet, self.writers = transport, call, sheet, writers
 
+    def ready(self) -> bool:
+        return False
+
     def wait(self, timeout_s: float) -> None:
         board = self.transport.board
         with board.changed:

@@ -59,6 +59,9 @@ class Call:
 class Pending(Protocol):
     """A transport's side of a call under way."""
 
+    def ready(self) -> bool:
+        """Go on without blocking; whether it is complete. Raises CommError for calls that do not match."""
+
     def wait(self, timeout_s: float) -> None:
         """Block until complete. Raises CommError with the bare reason: a dead member, or the time limit."""
 
@@ -166,8 +169,9 @@ class GroupComm:
                 if async_op:
                     recorder.spent(self.group.name, since_s)
                     return _Work(self, call, number, pending)
-                recorder.wait(number)
-                pending.wait(self._timeout_s)
+                if not pending.ready():
+                    recorder.wait(number)
+                    pending.wait(self._timeout_s)
         except CommError as error:
             raise self._in_words(call, error) from None
         recorder.end(number)
@@ -176,9 +180,10 @@ class GroupComm:
 
     def _finish(self, call: Call, number: int, pending: Pending) -> None:
         since_s = time.perf_counter()
-        self.recorder.wait(number)
         try:
-            pending.wait(self._timeout_s)
+            if not pending.ready():
+                self.recorder.wait(number)
+                pending.wait(self._timeout_s)
         except CommError as error:
             raise self._in_words(call, error) from None
         self.recorder.end(number)
@@ -195,8 +200,7 @@ class GroupComm:
         channel: int,
     ) -> Shape:
         dtype = tensors[0].dtype if tensors else torch.uint8
-        lengths = tuple([tensor.numel() for tensor in tensors])
-        out_lengths = tuple([tensor.numel() for tensor in out])
+        lengths, out_lengths = _lengths(tensors), _lengths(out)
         key = (operation, purpose, op, peer, channel, dtype, lengths, out_lengths)
         shape = self._shapes.get(key)
         if shape is None:
@@ -326,10 +330,17 @@ class Counting:
         """Nothing is held."""
 
 
+def _lengths(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return (tensors[0].numel(),) if len(tensors) == 1 else tuple(tensor.numel() for tensor in tensors)
+
+
 def _tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     """The tensors of a call, checked to be contiguous and of one dtype, so that they can be packed as one message, and
     cut off from autograd, which knows nothing of other processes."""
-    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    if isinstance(tensors, Tensor):
+        assert tensors.is_contiguous(), f"a tensor of shape {tuple(tensors.shape)} that is not contiguous"
+        return (tensors.detach(),) if tensors.requires_grad else (tensors,)
+    tensors = tuple(tensors)
     assert tensors, "a call without tensors"
     dtype = tensors[0].dtype
     for tensor in tensors:

@@ -52,12 +52,19 @@ Task = Generator[Blocker, None, None]
 
 
 class CallUnderWay:
-    """A call of a transport: complete when none of its tasks is left."""
+    """A call of a transport: complete when none of its tasks is left; the last one stands in `lane`."""
 
-    __slots__ = ("_neighbours", "num_tasks")
+    __slots__ = ("_neighbours", "lane", "num_tasks")
 
     def __init__(self, neighbours: Neighbours) -> None:
         self._neighbours, self.num_tasks = neighbours, 0
+        self.lane: Lane | None = None
+
+    def ready(self) -> bool:
+        """See `Pending.ready`."""
+        if self.lane is not None:
+            self._neighbours.go_on(self.lane)
+        return not self.num_tasks
 
     def wait(self, timeout_s: float) -> None:
         """See `Pending.wait`."""
@@ -65,9 +72,10 @@ class CallUnderWay:
 
 
 class Lane:
-    """Tasks that must run one after another."""
+    """Tasks that must run one after another; false when there are none."""
 
-    __slots__ = ("_neighbours", "_tasks")
+    __slots__ = ("_neighbours", "_tasks", "blocker")
+    blocker: Blocker
 
     def __init__(self, neighbours: Neighbours) -> None:
         self._tasks: deque[tuple[Task, CallUnderWay]] = deque()
@@ -76,22 +84,26 @@ class Lane:
     def add(self, task: Task, call: CallUnderWay) -> None:
         """Queue a task of a call; it runs at the next `advance`."""
         call.num_tasks += 1
+        call.lane = self
         self._tasks.append((task, call))
         self._neighbours.active[self] = None
         self._neighbours.added = True
 
-    def run(self) -> Blocker | None:
-        """Go on as far as possible; returns what the first unfinished task waits for."""
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def run(self) -> None:
+        """Go on as far as possible, then to `blocker`, which the first unfinished task waits for."""
         tasks = self._tasks
         while tasks:
             task, call = tasks[0]
             blocker = next(task, None)
             if blocker is not None:
-                return blocker
+                self.blocker = blocker
+                return
             call.num_tasks -= 1
             tasks.popleft()
         self._neighbours.active.pop(self, None)
-        return None
 
 
 class Neighbours:
@@ -148,29 +160,33 @@ class Neighbours:
         with self._fence:
             pass
 
+    def go_on(self, lane: Lane) -> None:
+        """Let one lane go on as far as it can. Raises CommError for calls that do not match, and ever after."""
+        if self._broken:
+            raise CommError(self._broken)
+        try:
+            lane.run()
+        except CommError as error:
+            self._give_up(f"rank {self.rank} gave up: {error}")
+            raise
+        if self._to_ring:
+            self.ring_all()
+
     def advance(self) -> list[Blocker]:
         """Let all lanes go on as far as they can; returns what they wait for."""
         self.added = True
-        blockers: list[Blocker] = []
         while self.added:  # a task may add to a lane that had its turn already
             self.added = False
-            blockers = [blocker for lane in tuple(self.active) if (blocker := lane.run()) is not None]
-        if self._to_ring:
-            self.ring_all()
-        return blockers
+            for lane in tuple(self.active):
+                self.go_on(lane)
+        return [lane.blocker for lane in self.active]
 
     def wait(self, call: CallUnderWay, timeout_s: float) -> None:
         """Sleep and work until a call is complete. Raises CommError if a rank of this host died or gave up, after
         `timeout_s`, and for calls that do not match. Whatever it is, every rank of this host fails from then on."""
-        if self._broken:
-            raise CommError(self._broken)
         deadline = time.monotonic() + timeout_s
         while call.num_tasks:
-            try:
-                blockers = self.advance()
-            except CommError as error:
-                self._give_up(f"rank {self.rank} gave up: {error}")
-                raise
+            blockers = self.advance()
             if not call.num_tasks:
                 return
             for blocker in blockers:

@@ -164,6 +164,10 @@ class _Pending:
     ) -> None:
         self._work, self._finish, self._second = work, finish, second
 
+    def ready(self) -> bool:
+        """See `Pending.ready`: these libraries go on by themselves, and asking costs as much as waiting."""
+        return False
+
     def wait(self, timeout_s: float) -> None:
         """See `Pending.wait`."""
         deadline = time.monotonic() + timeout_s

@@ -69,6 +69,8 @@ class SharedMemoryTransport:
         self._peers = tuple(member for member in range(group.size) if member != index)
         # Where, in what each of them scatters, the part for this member lies: nobody sends one to itself.
         self._areas = tuple(index - (index > peer) for peer in self._peers)
+        self._no_areas = (0,) * len(self._peers)
+        self._all_inlets: list[Inlet] = []
         self._outlets: dict[tuple[int, int], Outlet] = {}
         self._inlets: dict[tuple[int, int], Inlet] = {}
         self._collectives = neighbours.lane()
@@ -97,6 +99,7 @@ class SharedMemoryTransport:
         """The memory lives as long as a reader maps it; leaving is said once for all groups (`Neighbours.close`)."""
         self._outlets.clear()
         self._inlets.clear()
+        self._all_inlets = []
 
     def _all_reduce(self, call: Call, under_way: CallUnderWay) -> None:
         route: _Route = call.shape.route
@@ -147,8 +150,7 @@ class SharedMemoryTransport:
         if outlet is None:  # room for two messages, so that a sender need not wait for the receiver
             num_slots = max(NUM_SLOTS, 2 * len(route.cut))
             outlet = self._make_outlet(stream, (call.shape.peer,), num_slots)
-        outlet.lane.add(_post(outlet, route, route.parts(call.tensors, 0)), under_way)
-        outlet.lane.run()
+        _post(outlet, route, route.parts(call.tensors, 0), under_way)
 
     def _recv(self, call: Call, under_way: CallUnderWay) -> None:
         route: _Route = call.shape.route
@@ -191,8 +193,7 @@ class SharedMemoryTransport:
         outlet = self._outlets.get((-1, stream)) or self._make_outlet(stream, self._peers)
         first = outlet.promised
         outlet.promised += len(parts)
-        outlet.lane.add(_post(outlet, route, parts), under_way)
-        outlet.lane.run()
+        _post(outlet, route, parts, under_way)
         return outlet, first
 
     def _take(self, route: _Route, stream: int, sources: Sequence[tuple[int, int, list[Parts]]]) -> Task:
@@ -218,8 +219,8 @@ class SharedMemoryTransport:
 
         No fragment is added up before it was posted: sums may overwrite what is sent.
         """
-        inlets = yield from self._open(_COLLECTIVES, self._peers)
-        areas = self._areas if route.scatter else (0,) * len(self._peers)
+        inlets = self._all_inlets or (yield from self._open_all())
+        areas = self._areas if route.scatter else self._no_areas
         for number, (used, _) in enumerate(route.cut):
             while outlet.posted <= first + number:
                 yield outlet
@@ -257,6 +258,10 @@ class SharedMemoryTransport:
             inlets.append(inlet)
         return inlets
 
+    def _open_all(self) -> Generator[Blocker, None, list[Inlet]]:
+        self._all_inlets = yield from self._open(_COLLECTIVES, self._peers)
+        return self._all_inlets
+
     def _make_outlet(self, stream: int, readers: tuple[int, ...], num_slots: int = NUM_SLOTS) -> Outlet:
         ranks = tuple(self._ranks[reader] for reader in readers)
         outlet = Outlet(self._neighbours, (self._number, stream), ranks, num_slots)
@@ -264,8 +269,18 @@ class SharedMemoryTransport:
         return outlet
 
 
-def _post(outlet: Outlet, route: _Route, parts: list[Parts]) -> Task:
-    """Post one fragment after the other, as slots become free."""
+def _post(outlet: Outlet, route: _Route, parts: list[Parts], under_way: CallUnderWay) -> None:
+    """Post what there is room for, unless earlier calls still wait for room; leave a task for the rest."""
+    posted = 0
+    if not outlet.lane:
+        while posted < len(parts) and outlet.ready():
+            outlet.post(route.dtype, parts[posted], route.signature)
+            posted += 1
+    if posted < len(parts):
+        outlet.lane.add(_post_rest(outlet, route, parts[posted:]), under_way)
+
+
+def _post_rest(outlet: Outlet, route: _Route, parts: list[Parts]) -> Task:
     for fragment in parts:
         while not outlet.ready():
             yield outlet

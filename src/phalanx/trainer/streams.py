@@ -22,8 +22,8 @@ from torch import Tensor
 from phalanx.errors import CommError
 from phalanx.trainer.neighbours import Key, Neighbours
 
-SLOT_BYTES = 512 * 1024
-NUM_SLOTS = 8
+SLOT_BYTES = 1024 * 1024
+NUM_SLOTS = 4
 ALIGN_BYTES = 64
 
 # The header, in 8-byte words; what different processes write lies on different cache lines.
