@@ -18,6 +18,7 @@ import numpy as np
 from planner_fit import leave_one_out, refit
 from published import Row, read
 
+from phalanx.errors import PhalanxError
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import Engine, engine
 from phalanx.planner.estimate import estimate
@@ -62,14 +63,16 @@ class Scored:
 
     @property
     def memory_error(self) -> float:
-        """Signed relative error of memory: of the allocator's peak where that is what was printed, else of the process."""
+        """Signed relative error of memory: of the allocator's peak where that was printed, else of the process."""
         assert self.row.memory_bytes
         ours = self.allocated_bytes if self.row.source in ALLOCATOR else self.memory_bytes
         return ours / self.row.memory_bytes - 1.0
 
 
-def score(rows: list[Row], engines: dict[str, Engine] | None = None) -> list[Scored]:
-    """Predict all rows; rows of one cell in one call."""
+def score(
+    rows: list[Row], engines: dict[str, Engine] | None = None, skipped: dict[str, int] | None = None
+) -> list[Scored]:
+    """Predict all rows; rows of one cell in one call. What cannot be priced is counted in `skipped`, by reason."""
     batches: dict[Any, list[Row]] = defaultdict(list)
     for row in rows:
         batches[(row.cell, row.engine, repr(row.model))].append(row)
@@ -79,10 +82,16 @@ def score(rows: list[Row], engines: dict[str, Engine] | None = None) -> list[Sco
         runner = (engines or {}).get(first.engine) or engine(first.engine)
         layouts = of([layout for row in members for layout in row.layouts])
         step_s, peak, allocated = (np.empty(len(layouts)) for _ in range(3))
-        for group in estimate(first.model, first.job, first.cluster, runner, layouts):
-            step_s[group.rows] = group.step_s
-            peak[group.rows] = group.memory_bytes.max(1)
-            allocated[group.rows] = (group.memory_bytes - group.memory["overhead"]).max(1)
+        try:
+            for group in estimate(first.model, first.job, first.cluster, runner, layouts):
+                step_s[group.rows] = group.step_s
+                peak[group.rows] = group.memory_bytes.max(1)
+                allocated[group.rows] = (group.memory_bytes - group.memory["overhead"]).max(1)
+        except PhalanxError as error:
+            if skipped is None:
+                raise
+            skipped[str(error)] = skipped.get(str(error), 0) + len(members)
+            continue
         start = 0
         for row in members:
             part = slice(start, start := start + len(row.layouts))
@@ -247,7 +256,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fit", action="store_true", help="refit device constants, leaving out each source in turn")
     options = parser.parse_args(arguments)
     rows, skipped = read(options.paths)
-    result = report(score(rows), skipped)
+    result = report(score(rows, skipped=skipped), skipped)
     if options.fit:
         usable = [row for row in rows if row.step_s and row.fits and row.quality in OK and row.source not in UNKNOWABLE]
         left_out = leave_one_out(usable, score)

@@ -1,7 +1,7 @@
 """Refit the device constants of the planner to published runs, with each source left out in turn.
 
-Three constants per device generation: what large matrix products sustain, the inner dimension that halves that, and what
-memory-bound kernels reach of the bandwidth. Everything else is a fact of a machine or of an engine and stays.
+Three constants per device generation: what large matrix products sustain, the inner dimension that halves that, and
+what memory-bound kernels reach of the bandwidth. Everything else is a fact of a machine or of an engine and stays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def with_constants(rows: list[Row], constants: Constants) -> list[Row]:
 
 
 def loss(rows: list[Row], constants: Constants, score: Callable[[list[Row]], list[Any]]) -> float:
-    """Mean over sources of the mean |log(predicted / measured)|, so that a large source weighs as much as a small one."""
+    """Mean over sources of the mean |log(predicted / measured)|: a large source weighs as much as a small one."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for entry in score(with_constants(rows, constants)):
         by_source[entry.row.source].append(abs(float(np.log1p(entry.error))))

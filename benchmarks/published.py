@@ -209,6 +209,8 @@ def _named(name: str) -> ClusterSpec:
 def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: int) -> Iterator[Layout]:
     tensor, pipeline = int(_need(raw, "tp")), int(_need(raw, "pp"))
     context = int(raw.get("cp") or 1)
+    if model.num_heads % tensor:
+        raise Skip("tensor does not divide heads")
     data = int(raw.get("dp") or num_devices // (tensor * pipeline * context))
     zero = {"fsdp-full": 3, "fsdp-grad-op": 2, "hsdp": 3, None: 0}.get(raw.get("zero"), raw.get("zero"))
     if "overlap-param-gather" in str(raw.get("overlap")) and raw.get("zero") is None:

@@ -38,8 +38,8 @@ class States:
     transient: float = 0.0
 
 
-DEFAULT_LIKELY = (0.89, 1.16)
-"""Measured / predicted step time, 10th and 90th percentile over all published rows of engines without fitted factor."""
+DEFAULT_LIKELY = (0.92, 1.13)
+"""Measured / predicted step time, 10th and 90th percentile over all published rows that any model can know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Engine:
     sharded_loss_bytes: float = 8.0
     context_bytes: int = 0
     likely: tuple[float, float] = DEFAULT_LIKELY
-    tie: float = 0.05
+    tie: float = 0.08
     fragmentation: float = 1.0
 
     def states_for(self, precision: str) -> States:
