@@ -45,7 +45,7 @@ def read(path: Path, every: list) -> None:
 
 def legal_layouts(model) -> list[Layout]:
     """Every layout of up to 8 ranks that this model allows, with chunks in several placements."""
-    axes = itertools.product([1, 2, 4], [1, 2, 3], [1, 2, 3, 4, 8], [0, 1], [False, True])
+    axes = itertools.product([1, 2, 4], [1, 2, 3], [1, 2, 3, 4, 8], [0, 1, 3], [False, True])
     found = [
         Layout(tensor=tensor, pipeline=pipeline, data=data, zero=zero, sequence_parallel=sequence)
         for tensor, pipeline, data, zero, sequence in axes
