@@ -44,6 +44,8 @@ def whole(path: Path) -> Manifest:
 
     Raises DamagedCheckpointError, which names all files that are missing or cut.
     """
+    if not path.is_dir():
+        raise DamagedCheckpointError("there is no such folder", where=str(path))
     manifest = Manifest.read(path / MANIFEST)
     wrong = check_files(path, manifest)
     if wrong:

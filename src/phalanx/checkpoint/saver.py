@@ -89,7 +89,7 @@ class Saver:
         In the background, the call returns once the values are copied, and `poll` or `wait` completes the save. A save
         that is still under way is waited for first.
         """
-        self.wait()
+        self._wait_for_the_last()
         aside = folders.unfinished(self._folder, self._run_dir.checkpoint(step).name, self._token)
         since_s = time.monotonic()
         problem = self._try(lambda: self._make(aside)) if self._first else ""
@@ -124,6 +124,17 @@ class Saver:
         while self._write:
             self._write.thread.join(_HEARTBEAT_S)
             self.poll()
+
+    def _wait_for_the_last(self) -> None:
+        """Complete the save under way; say so if it holds up the next one for long."""
+        if self._write and not self.poll():
+            step, since_s = self._write.step, time.monotonic()
+            self.wait()
+            waited_s = time.monotonic() - since_s
+            if waited_s > _HEARTBEAT_S:
+                self._say(
+                    f"waited {waited_s:.1f} s for the checkpoint of step {step}: the disk is slower than the saves"
+                )
 
     def _open_folder(self) -> str:
         """Clear the folder and make sure that all ranks see it; returns a token that no other run has."""
