@@ -282,7 +282,7 @@ def in_words(state: RingState) -> str:
     words += f"; step {state.step}{micro_batch}" + (f", {state.phase}" if state.phase else "")
     words += f"; last finished {finished}" if finished else "; has finished no call"
     if state.under_way:
-        words += f"; under way: {len(state.under_way)}, the oldest {state.under_way[0]}"
+        return words + f"; under way: {len(state.under_way)}, the oldest {state.under_way[0]}"
     return words
 
 
@@ -298,9 +298,8 @@ def process_status(pid: int) -> str:
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """As `2, 3`; long lists as ranges: `0-63`, `0-62 by 2`."""
-    if len(ranks) <= 8:
-        return ", ".join(map(str, ranks))
-    return _ranges(ranks).replace(":", " by ").replace(" by 1", "").replace(",", ", ")
+    text = ",".join(map(str, ranks)) if len(ranks) <= 8 else _ranges(ranks)
+    return text.replace(":", " by ").replace(",", ", ")
 
 
 def _create(path: Path) -> mmap.mmap:
@@ -376,8 +375,7 @@ def _read_calls(data: bytes, text: dict[int, str]) -> list[Call]:
 
 def _ranges(ranks: Sequence[int]) -> str:
     """`0-6:2,9` for 0, 2, 4, 6, 9: groups of thousands of ranks stay short."""
-    parts = []
-    start = 0
+    parts, start = [], 0
     while start < len(ranks):
         stop = start + 1
         step = ranks[stop] - ranks[start] if stop < len(ranks) else 0
@@ -387,7 +385,7 @@ def _ranges(ranks: Sequence[int]) -> str:
             stop = start + 1
             parts.append(str(ranks[start]))
         else:
-            parts.append(f"{ranks[start]}-{ranks[stop - 1]}:{step}")
+            parts.append(f"{ranks[start]}-{ranks[stop - 1]}" + (f":{step}" if step != 1 else ""))
         start = stop
     return ",".join(parts)
 
@@ -397,5 +395,5 @@ def _members(text: str) -> tuple[int, ...]:
     for part in filter(None, text.replace("?", "").split(",")):
         first, dash, rest = part.partition("-")
         last, _, step = rest.partition(":")
-        members += range(int(first), int(last) + 1, int(step)) if dash else [int(first)]
+        members += range(int(first), int(last) + 1, int(step or 1)) if dash else [int(first)]
     return tuple(members)

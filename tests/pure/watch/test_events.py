@@ -198,4 +198,5 @@ def test_long_lists_of_ranks_are_short():
     assert ranks_in_words([2, 3]) == "2, 3"
     assert ranks_in_words(range(64)) == "0-63"
     assert ranks_in_words(range(0, 64, 2)) == "0-62 by 2"
+    assert ranks_in_words(range(0, 256, 16)) == "0-240 by 16"
     assert len(events._ranges(range(0, 4096, 8))) < 12
