@@ -101,7 +101,11 @@ class Kernels:
 class Cut:
     """One rank's share of one micro-batch. `tokens` inside a half-block, `rows` between half-blocks (fewer under
     sequence parallelism); `kv_copied`: whether other ranks hold the same kv head; `element` bytes of the compute
-    precision, `statistic` of norms and softmax; `eight_bit`: whether linear layers multiply in 8 bits."""
+    precision, `statistic` of norms and softmax; `eight_bit`: whether linear layers multiply in 8 bits.
+
+    Experts lie spread over the data axis as far as they divide it, in `expert_groups` copies: `experts` on this rank,
+    `expert_tokens` come to each, `routed_tokens` leave this rank (each token once per expert that it has).
+    """
 
     micro_batch: Size
     queries: Size
@@ -118,6 +122,10 @@ class Cut:
     element: int
     statistic: int
     eight_bit: bool = False
+    experts: Size = 0
+    expert_tokens: Size = 0
+    routed_tokens: Size = 0
+    expert_groups: Size = 1
 
     @property
     def q(self) -> Size:
@@ -149,6 +157,7 @@ def cut(
     rows = tokens // (divisor if np.ndim(divisor) else int(divisor))
     kv_heads = model.num_kv_heads // tensor
     vocab = -(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE
+    spread = np.gcd(max(1, model.num_experts), layout.data)
     if tensor_index is not None:
         vocab = max(0, min(vocab, model.vocab - tensor_index * vocab))
     return Cut(
@@ -167,21 +176,34 @@ def cut(
         element=element,
         statistic=max(4, element),
         eight_bit=eight_bit,
+        experts=model.num_experts // spread,
+        expert_tokens=tokens * model.experts_per_token * spread // max(1, model.num_experts),
+        routed_tokens=tokens * model.experts_per_token,
+        expert_groups=layout.data // spread,
     )
 
 
 def linear(
-    name: str, tokens: Size, inputs: Size, outputs: Size, cut: Cut, kernels: Kernels, *, count: Size = 1
+    name: str,
+    tokens: Size,
+    inputs: Size,
+    outputs: Size,
+    cut: Cut,
+    kernels: Kernels,
+    *,
+    count: Size = 1,
+    batch: Size = 1,
 ) -> Block:
-    """A linear layer's three products: Y = X Wᵀ, dX = dY W, dW += dYᵀ X; all `count` times."""
-    e, weights, into = cut.element, inputs * outputs, max(cut.element, kernels.gradient_bytes)
+    """A linear layer's three products: Y = X Wᵀ, dX = dY W, dW += dYᵀ X; all `count` times, for `batch` weights."""
+    e, weights, into = cut.element, batch * inputs * outputs, max(cut.element, kernels.gradient_bytes)
 
     def product(suffix: str, m: Size, n: Size, k: Size, result: int) -> Operation:
-        moved = m * n * result + (n * k + m * k) * e
-        return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, bytes=moved, count=count)
+        moved = batch * (m * n * result + (n * k + m * k) * e)
+        return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, batch=batch, bytes=moved, count=count)
 
     def cast(suffix: str, size: Size) -> Operation:  # read in 16 bits, written in 8, as is and transposed
-        return Operation(name=f"{name}{suffix} cast", kind="elementwise", bytes=(e + 2) * tokens * size, count=count)
+        moved = (e + 2) * batch * tokens * size
+        return Operation(name=f"{name}{suffix} cast", kind="elementwise", bytes=moved, count=count)
 
     fused = kernels.fused_sum == "always" or (kernels.fused_sum == "same precision" and into == e)
     weight_gradient = [product(" weight gradient", outputs, inputs, tokens, 2 * into if fused else e)]
@@ -203,12 +225,9 @@ def linear(
 
 def elementwise(name: str, forward: Size, backward: Size, kept: Iterable[Kept] = (), *, core: bool = False) -> Block:
     """A pass over memory: bytes read and written forward, and for the gradient."""
-    return Block(
-        forward=(Operation(name=name, kind="elementwise", bytes=forward, core=core),),
-        input_gradient=(Operation(name=f"{name} gradient", kind="elementwise", bytes=backward, core=False),),
-        weight_gradient=(),
-        kept=tuple(kept),
-    )
+    first = Operation(name=name, kind="elementwise", bytes=forward, core=core)
+    second = Operation(name=f"{name} gradient", kind="elementwise", bytes=backward)
+    return Block(forward=(first,), input_gradient=(second,), weight_gradient=(), kept=tuple(kept))
 
 
 def attention(cut: Cut, kernels: Kernels, dropout: bool) -> Block:
@@ -286,7 +305,7 @@ def residual(name: str, model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
 
 def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """One transformer layer: norm, attention, residual, norm, feed-forward, residual."""
-    e, up = cut.element, (2 if model.gated else 1) * cut.ffn
+    e = cut.element
     linear_input = (cut.tokens if kernels.keep_gathered else cut.rows) * cut.hidden * e
     copied = np.where(cut.kv_copied, 1, 0) if np.ndim(cut.kv_copied) else int(cut.kv_copied)
     own_kv = 2 * cut.kv * (1 - copied)
@@ -305,18 +324,40 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
             linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels),
             residual("residual1", model, cut, kernels),
             norm("norm2", model, cut),
-            _keeps("up input", linear_input),
-            linear("up", cut.tokens, cut.hidden, up, cut, kernels),
-            elementwise(
-                "activation",
-                cut.tokens * (up + cut.ffn) * e,
-                cut.tokens * (2 * up + cut.ffn) * e,
-                [Kept(name="up output", bytes=cut.tokens * up * e)],
-            ),
-            _keeps("down input", cut.tokens * cut.ffn * e),
-            linear("down", cut.tokens, cut.ffn, cut.hidden, cut, kernels),
+            feed_forward(model, cut, kernels, linear_input),
             residual("residual2", model, cut, kernels),
             _keeps("unfused code", kernels.extra_rows * cut.rows * cut.hidden * e),
+        )
+    )
+
+
+def feed_forward(model: ModelSpec, cut: Cut, kernels: Kernels, linear_input: Size) -> Block:
+    """Up, activation, down; under experts with a router before them, and tokens put in order for their experts and back
+    (a pass over them each way)."""
+    e, up = cut.element, (2 if model.gated else 1) * cut.ffn
+    tokens, batch = (cut.expert_tokens, cut.experts) if model.num_experts else (cut.tokens, 1)
+    every = tokens * batch
+    act = elementwise(
+        "activation",
+        every * (up + cut.ffn) * e,
+        every * (2 * up + cut.ffn) * e,
+        [Kept(name="up output", bytes=every * up * e), Kept(name="down input", bytes=every * cut.ffn * e)],
+    )
+    products = (
+        linear("up", tokens, cut.hidden, up, cut, kernels, batch=batch),
+        act,
+        linear("down", tokens, cut.ffn, cut.hidden, cut, kernels, batch=batch),
+    )
+    if not model.num_experts:
+        return join((_keeps("up input", linear_input), *products))
+    routed = cut.routed_tokens * cut.hidden * e
+    return join(
+        (
+            linear("router", cut.tokens, cut.hidden, model.num_experts, cut, kernels),
+            _keeps("router input", linear_input),
+            elementwise("to experts", 2 * routed, 2 * routed, [Kept(name="up input", bytes=every * cut.hidden * e)]),
+            *products,
+            elementwise("from experts", 2 * routed, 2 * routed, [Kept(name="expert output", bytes=routed)]),
         )
     )
 

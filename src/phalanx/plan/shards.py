@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.errors import LayoutError
 from phalanx.plan.groups import head_copies_embedding, kv_copies
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.schedule import placement
@@ -245,6 +246,8 @@ class _Cutter:
 
     def layer(self, index: int) -> list[_Draft]:
         model, at = self.model, f"model.layers.{index}"
+        if model.num_experts:
+            raise LayoutError(f"{model.name} has experts: such models can be planned, not yet trained")
         kv_leaf = "qkv" if self.kv_copies == 1 else "kv"
         attention, mlp = f"{at}.self_attn", f"{at}.mlp"
         drafts = self.column("qkv", f"{attention}.q_proj", model.q_rows, bias=model.qkv_bias)

@@ -70,10 +70,12 @@ def _take(value: Any, index: Array) -> Any:
 def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
     """Price one micro-batch under every layout.
 
-    Depends on the tensor and context axes, micro-batch, sequence parallelism and recompute only, so each combination is
-    priced once.
+    Depends on the tensor and context axes, micro-batch, sequence parallelism and recompute only (under experts on the
+    data axis too), so each combination is priced once.
     """
-    columns = (layouts.tensor, layouts.context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute)
+    columns = [layouts.tensor, layouts.context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute]
+    if model.num_experts:
+        columns.append(layouts.data)
     _, first, inverse = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
     return _priced(model, job, cluster, engine, layouts.take(first)).take(inverse.reshape(-1))
 
@@ -124,6 +126,14 @@ class _Pricer:
         self.all_reduce = network.collective_s(cluster, "all_reduce", payload, tensor)
         self.gather = network.collective_s(cluster, "all_gather", payload, tensor)
 
+    def _experts(self) -> Any:
+        """Tokens to their experts and back, forward or backward: two all-to-alls over the ranks that share experts."""
+        size = self.layouts.data // np.maximum(1, self.cut.expert_groups)
+        place = network.placement(self.cluster, size, self.layouts.tensor * self.layouts.context)
+        routed = self.cut.routed_tokens * self.cut.hidden * self.cut.element
+        routed = routed / np.where(self.layouts.sequence_parallel, self.layouts.tensor, 1)
+        return np.where(routed > 0, 2 * network.all_to_all_s(self.cluster, routed, place), 0.0)
+
     def messages(self, sums: int, gathers: int) -> Any:
         """Seconds of the tensor axis: `sums` all-reduces, or as many scatters and `gathers` gathers when the sequence
         is cut; gathers fall away when it is not."""
@@ -151,7 +161,7 @@ class _Pricer:
         forward_s = self.seconds(block.forward)
         core_s = self.seconds(tuple(op for op in block.forward if op.core))
         backward_s = self.seconds(block.input_gradient, backward=True) + self.seconds(block.weight_gradient)
-        ring_f, ring_b = self._ring(block, context)
+        ring_f, ring_b = (seconds + self._experts() for seconds in self._ring(block, context))
         forward_tensor = self.messages(2, 2) * exposed + ring_f
         backward_tensor = self._backward_tensor(block) + ring_b
         recompute = self.layouts.recompute

@@ -14,6 +14,7 @@ from phalanx.planner import compute, network
 from phalanx.planner.candidates import Array, Candidates
 from phalanx.planner.costs import OVERLAP_TAX
 from phalanx.planner.engine import Engine
+from phalanx.planner.memory import Held
 from phalanx.spec.cluster import ClusterSpec
 
 
@@ -51,18 +52,19 @@ def tail(
     engine: Engine,
     precision: str,
     layouts: Candidates,
-    held: Array,
+    held: Held,
     num_layers: Array,
     num_micro_batches: Array,
     last_backward_s: Array,
     first_forward_s: Array,
 ) -> Tail:
-    """`held` [layouts, coordinates] elements; `num_layers` [coordinates]; `last_backward_s`, `first_forward_s`
+    """`num_layers` [coordinates]; `last_backward_s`, `first_forward_s`
     [layouts, coordinates]: what the reduction, and the gather of new parameters, may hide behind."""
     shards = network.placements(cluster, layouts)["shards"]
     place = network.Placement(size=shards.size[:, None], per_node=shards.per_node[:, None])
     states, zero = engine.states_for(precision), layouts.zero[:, None]
-    reduced = held * engine.reduce_bytes
+    own = held.elements - held.experts
+    reduced = own * engine.reduce_bytes
 
     def split(operation: str, payload: Any, pieces: Any) -> Any:
         return pieces * network.collective_s(cluster, operation, payload / pieces, place)
@@ -71,13 +73,12 @@ def tail(
     whole = split("all_reduce", reduced, buckets)
     sharded_pieces = np.maximum(1, num_layers) * engine.shard_messages if engine.shard_messages else buckets
     scatter = split("reduce_scatter", reduced, sharded_pieces)
-    gather = split("all_gather", held * min(states.parameter, 4.0), sharded_pieces)
+    gather = split("all_gather", own * min(states.parameter, 4.0), sharded_pieces)
     rounds = np.where(zero == 2, num_micro_batches[:, None], 1)
     reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0))
     gather_s = np.where((zero == 1) | (zero == 2), gather, 0.0)
     window = engine.data_overlap * last_backward_s * rounds
     exposed = np.maximum(OVERLAP_TAX * reduce_s, reduce_s - window)
     exposed = exposed + np.maximum(OVERLAP_TAX * gather_s, gather_s - engine.gather_overlap * first_forward_s)
-    share = np.where(zero >= 1, layouts.data[:, None] * layouts.context[:, None], 1)
-    optimizer = compute.optimizer_s(held / share, engine, cluster.device)
+    optimizer = compute.optimizer_s(np.where(zero >= 1, held.shard, held.elements), engine, cluster.device)
     return Tail(data_s=reduce_s + gather_s, exposed_s=exposed, optimizer_s=optimizer)

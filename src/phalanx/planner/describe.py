@@ -18,9 +18,12 @@ from phalanx.units import format_bytes
 def prediction(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: float) -> Prediction:
     """The Prediction of layout `index` of `group`; `pipeline_s` seconds of the pipeline, before the engine's factor."""
     step_s = engine.factor * (pipeline_s + float(group.tail_s[index]))
-    num_stages = group.held.shape[1]
+    num_stages = group.held.elements.shape[1]
     memory = tuple(
-        {kind: int(np.broadcast_to(values, group.held.shape)[index, stage]) for kind, values in group.memory.items()}
+        {
+            kind: int(np.broadcast_to(values, group.held.elements.shape)[index, stage])
+            for kind, values in group.memory.items()
+        }
         for stage in range(num_stages)
     )
     return Prediction(
@@ -68,7 +71,9 @@ def _at(values: Any, index: int) -> float:
 def memory_sum(group: Group, index: int, limit: int) -> str:
     """As `stage 0 needs 93.1 GiB of 80.0 GiB: 41.2 optimizer, 33.0 …`."""
     stage = int(np.argmax(group.memory_bytes[index]))
-    parts = {kind: float(np.broadcast_to(v, group.held.shape)[index, stage]) for kind, v in group.memory.items()}
+    parts = {
+        kind: float(np.broadcast_to(v, group.held.elements.shape)[index, stage]) for kind, v in group.memory.items()
+    }
     listed = sorted(((size, kind) for kind, size in parts.items() if size > 0), reverse=True)
     words = ", ".join(f"{format_bytes(size)} {kind}" for size, kind in listed)
     return f"stage {stage} needs {format_bytes(sum(parts.values()))} of {format_bytes(limit)}: {words}"

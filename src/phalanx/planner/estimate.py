@@ -24,7 +24,7 @@ class Group:
     """Layouts that share pipeline size, schedule, virtual stages and copies of kv heads, fully priced.
 
     `rows` are their places among all candidates, `places` [chunks, coordinates] their stages,
-    `memory` by kind and `held` are [layouts, coordinates]; `step_s` uses the bound on the pipeline's time.
+    `memory` by kind is [layouts, coordinates]; `step_s` uses the bound on the pipeline's time.
     """
 
     rows: Array
@@ -33,7 +33,7 @@ class Group:
     places: Array
     costs: Costs
     times: timeline.StageTimes
-    held: Array
+    held: memory.Held
     memory: dict[str, Array]
     pipeline_s: Array
     tail: data_axis.Tail

@@ -75,7 +75,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 def _messages(plan: Plan) -> Iterator[str]:
     assert plan.prediction is not None
-    rows = priced(plan, Coord())
+    rows = () if plan.model.num_experts else priced(plan, Coord())
     yield "Messages of one step of the first rank, if nothing hid them"
     for row in rows:
         message = row.message

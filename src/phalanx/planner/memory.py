@@ -28,9 +28,10 @@ FULL, SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """Elements that one rank's buffers hold, padding included: of a layer, of the embedding, of the head."""
+    """Elements of one rank's buffers, padding included: of a layer (of which `experts`), the embedding, the head."""
 
     layer: Any
+    experts: Any
     embedding: Any
     head: Any
 
@@ -50,8 +51,11 @@ def elements(model: ModelSpec, layout: Any) -> Elements:
     own_kv, copied_kv = np.where(copied, 0, 2 * kv), np.where(copied, 2 * kv, 0)
     norms = model.num_norm_parameters
     up_bias = ups * f if model.bias else 0 * f
+    # Experts lie spread over the data axis as far as they divide (operations.Cut).
+    spread = np.gcd(max(1, model.num_experts), data)
+    local = model.num_experts // spread if model.num_experts else 1
     parts = (
-        2 * q * h + own_kv * h + (ups + 1) * f * h,
+        2 * q * h + own_kv * h + (ups + 1) * f * h * local + model.num_experts * h,
         copied_kv * h,
         (q + own_kv if model.qkv_bias else 0 * q) + up_bias,
         2 * norms + (2 * h if model.bias else 0),
@@ -62,6 +66,7 @@ def elements(model: ModelSpec, layout: Any) -> Elements:
     own_head = rows * h if not model.tied else np.where(np.asarray(layout.pipeline) > 1, rows * h, 0)
     return Elements(
         layer=sum(_padded(part, data) for part in parts),
+        experts=(ups + 1) * f * h * local if model.num_experts else 0 * f,
         embedding=_padded(rows * h, data) + _padded(positions, data),
         head=_padded(norms, data) + _padded(own_head, data),
     )
@@ -92,7 +97,7 @@ def memory(
     engine: Engine,
     precision: str,
     layouts: Candidates,
-    held: Array,
+    held: Held,
     costs: Costs,
     layers: Array,
     num_micro_batches: Array,
@@ -100,7 +105,7 @@ def memory(
 ) -> dict[str, Array]:
     """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size, schedule and virtual stages.
 
-    `held` [layouts, coordinates]: elements of parameters; `layers` [chunks, coordinates]: layers of each chunk;
+    `layers` [chunks, coordinates]: layers of each chunk;
     `ends`: coordinates that hold the first and the last stage.
     """
     pipeline = layers.shape[1]
@@ -113,12 +118,14 @@ def memory(
     boundary = _column(costs.boundary_bytes)
     loss_bytes = np.where(_column(layouts.tensor) > 1, engine.sharded_loss_bytes, engine.loss_bytes)
     logits = last * (_column(costs.logits) * loss_bytes + 2 * boundary)
-    transient = np.maximum(0.0, held * states.transient - logits)  # logits are gone when backward makes gradients
-    unit = held / np.maximum(1, layers.sum(0))
+    transient = np.maximum(
+        0.0, held.elements * states.transient - logits
+    )  # logits are gone when backward makes gradients
+    unit = held.elements / np.maximum(1, layers.sum(0))
     by_kind = {
-        "parameters": held * states.parameter / np.where(zero >= 3, shards, 1),
-        "gradients": held * states.gradient / np.where(zero >= 2, shards, 1) + transient,
-        "optimizer": held * states.optimizer / np.where(zero >= 1, shards, 1),
+        "parameters": np.where(zero >= 3, held.shard, held.elements) * states.parameter,
+        "gradients": np.where(zero >= 2, held.shard, held.elements) * states.gradient + transient,
+        "optimizer": np.where(zero >= 1, held.shard, held.elements) * states.optimizer,
         "activations": flight * chunk * _column(costs.kept_bytes) + _column(costs.working_bytes),
         "logits": logits,
         "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
@@ -129,13 +136,26 @@ def memory(
     return by_kind
 
 
-def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tuple[int, int]) -> Array:
-    """Elements of parameters on each coordinate, [layouts, coordinates]; `ends` hold the embedding and the head."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Elements of parameters on each coordinate, [layouts, coordinates]: all of them, those of `experts`, and the
+    `shard` that one rank owns where they are cut over the data axis (experts over their copies only)."""
+
+    elements: Array
+    experts: Array
+    shard: Array
+
+
+def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tuple[int, int]) -> Held:
+    """What each coordinate holds; `ends` hold the embedding and the head."""
     pipeline = layers.shape[1]
     first, last = np.arange(pipeline) == ends[0], np.arange(pipeline) == ends[1]
     count = elements(model, layouts)
     parts = layers.sum(0) * _column(count.layer) + first * _column(count.embedding) + last * _column(count.head)
-    return np.asarray(parts)
+    experts = layers.sum(0) * _column(count.experts)
+    copies = layouts.data // np.gcd(max(1, model.num_experts), layouts.data) if model.num_experts else layouts.data
+    shard = (parts - experts) / _column(layouts.data * layouts.context) + experts / _column(copies * layouts.context)
+    return Held(elements=np.asarray(parts), experts=np.asarray(experts), shard=np.asarray(shard))
 
 
 def _column(values: Any) -> Any:

@@ -18,7 +18,7 @@ from phalanx.plan.plan import Plan
 from phalanx.planner import advice, describe, legal, timeline
 from phalanx.planner.advice import Scanned, reasons
 from phalanx.planner.candidates import Array, Candidates, enumerate_all, of
-from phalanx.planner.engine import OURS, Engine, engine
+from phalanx.planner.engine import OURS, Engine, engine, profiles
 from phalanx.planner.estimate import Group, estimate
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
@@ -67,6 +67,11 @@ def search(
     Raises LayoutError, with the sum of the closest layout and the least change that helps, when none can run.
     """
     runner, given = engine(engine_name), dict(given or {})
+    if model.num_experts and runner.name == OURS:
+        others = ", ".join(name for name in profiles() if name != OURS)
+        raise LayoutError(
+            f"{model.name} has experts, which the trainer does not run", instead=f"--engine, one of {others}"
+        )
     everything = enumerate_all(model, job, cluster.num_devices, runner.space, given)
     rules = legal.illegal(model, job, cluster, everything)
     if runner.name == OURS:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.spec.schema import Below1, Count, Positive
+from phalanx.spec.schema import Below1, Count, Positive, Whole
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
@@ -40,6 +40,9 @@ class ModelSpec:
     `qkv_bias` puts biases on the q, k and v projections, `bias` on every other linear layer of a block (attention
     output, feed-forward). LayerNorm always has a bias, RMSNorm never. `dropout` acts after the embedding and after each
     half-block, `attention_dropout` on attention probabilities.
+
+    With `num_experts` above 0 every feed-forward is a mixture: a router sends each token to `experts_per_token` of
+    them, each `ffn` wide. Such models can be planned; the trainer does not run them.
     """
 
     name: str
@@ -63,6 +66,8 @@ class ModelSpec:
     init_std: Positive = 0.02
     dropout: Below1 = 0.0
     attention_dropout: Below1 = 0.0
+    num_experts: Whole = 0
+    experts_per_token: Whole = 0
 
     @property
     def gated(self) -> bool:
@@ -83,7 +88,8 @@ class ModelSpec:
     def num_layer_parameters(self) -> int:
         """Parameters of one transformer block (formulas.md 1; SC21 eq. 2 for GPT)."""
         matrices = 2 * self.hidden * (self.q_rows + self.kv_rows)
-        matrices += (3 if self.gated else 2) * self.hidden * self.ffn
+        matrices += (3 if self.gated else 2) * self.hidden * self.ffn * max(1, self.num_experts)
+        matrices += self.hidden * self.num_experts
         biases = (self.q_rows + 2 * self.kv_rows) if self.qkv_bias else 0
         if self.bias:
             biases += self.hidden + (2 if self.gated else 1) * self.ffn + self.hidden
@@ -113,7 +119,8 @@ class ModelSpec:
         Matrix products of the layers and the head, plus the attention core: `4 s a d` per layer in full, or its causal
         average `2 (s + 1) a d`. Published MFU figures mostly count the full core.
         """
-        matrices = 2 * self.hidden * (self.q_rows + self.kv_rows) + (3 if self.gated else 2) * self.hidden * self.ffn
+        matrices = 2 * self.hidden * (self.q_rows + self.kv_rows) + self.hidden * self.num_experts
+        matrices += (3 if self.gated else 2) * self.hidden * self.ffn * max(1, self.experts_per_token)
         core = (2 * (seq_len + 1) if causal else 4 * seq_len) * self.q_rows
         return 3.0 * (self.num_layers * (2 * matrices + core) + 2 * self.hidden * self.vocab)
 

@@ -1,0 +1,80 @@
+"""Mixtures of experts: sizes, memory and messages of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planner_cases import CLUSTER, JOB, LLAMA
+
+from phalanx.errors import LayoutError
+from phalanx.plan import operations
+from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.operations import Kernels
+from phalanx.plan.shards import rank_buffers
+from phalanx.planner import memory
+from phalanx.planner.candidates import of
+from phalanx.planner.search import predict, search
+from phalanx.spec import models
+
+EXPERTS = replace(LLAMA, num_experts=8, experts_per_token=2)
+ENGINE = "megatron-core-2024"
+MIXTRAL = replace(
+    models.named("mistral-7b"), name="mixtral-8x7b", num_experts=8, experts_per_token=2, max_seq_len=32768
+)
+
+
+def test_parameters_of_mixtral() -> None:
+    """46.7B in all, 12.9B for each token (arXiv 2401.04088, section 1)."""
+    assert MIXTRAL.num_parameters / 1e9 == pytest.approx(46.7, rel=0.002)
+    active = MIXTRAL.num_parameters - 32 * 3 * 4096 * 14336 * 6
+    assert active / 1e9 == pytest.approx(12.9, rel=0.003)
+
+
+def test_flops_count_the_experts_that_a_token_has() -> None:
+    one, two = (replace(EXPERTS, experts_per_token=k).flops_per_token(96) for k in (1, 2))
+    assert two - one == 3 * 7 * 2 * 3 * 96 * 240
+
+
+@pytest.mark.parametrize(("data", "local", "copies"), [(1, 8, 1), (4, 2, 1), (8, 1, 1), (16, 1, 2), (6, 4, 3)])
+def test_experts_spread_over_the_data_axis(data: int, local: int, copies: int) -> None:
+    cut = operations.cut(EXPERTS, 96, Layout(data=data), 2)
+    assert (cut.experts, cut.expert_groups) == (local, copies)
+    # Balanced routing: what comes to all experts here is what this rank sends out.
+    assert cut.experts * cut.expert_tokens == cut.routed_tokens == 192
+
+
+def test_products_of_experts_are_batched() -> None:
+    cut = operations.cut(EXPERTS, 96, Layout(data=4), 2)
+    (up,) = [op for op in operations.layer(EXPERTS, cut, Kernels()).forward if op.name == "up"]
+    assert (up.batch, up.m, up.n, up.k) == (2, 96, 480, 96)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_experts_are_cut_over_their_copies_only(zero: int) -> None:
+    layouts = of([Layout(data=16, zero=zero)])
+    held = memory.held_elements(EXPERTS, layouts, np.array([[7]]), (0, 0))
+    experts = 7 * 3 * 96 * 240
+    assert held.experts[0, 0] == experts
+    assert held.shard[0, 0] == pytest.approx((held.elements[0, 0] - experts) / 16 + experts / 2)
+
+
+def test_experts_cost_messages_and_memory() -> None:
+    layout = Layout(data=8)
+    plain, mixed = (predict(m, JOB, CLUSTER, layout, engine_name=ENGINE).prediction for m in (LLAMA, EXPERTS))
+    assert plain is not None and mixed is not None
+    assert mixed.step_s_by_kind["tensor"] > plain.step_s_by_kind["tensor"] == 0
+    assert mixed.memory_bytes[0]["activations"] > plain.memory_bytes[0]["activations"]
+
+
+def test_search_ranks_mixtures_for_engines_that_run_them() -> None:
+    found = search(EXPERTS, JOB, CLUSTER, engine_name=ENGINE)
+    assert found.plans and found.num_fitting > 100
+
+
+def test_the_trainer_refuses_what_it_does_not_have() -> None:
+    with pytest.raises(LayoutError, match="has experts"):
+        search(EXPERTS, JOB, CLUSTER)
+    with pytest.raises(LayoutError, match="not yet trained"):
+        rank_buffers(EXPERTS, Layout(), Coord(), 96)
