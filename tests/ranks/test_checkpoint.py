@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -15,17 +16,19 @@ import numpy as np
 import pytest
 import torch
 from helpers import RankFailed, run_worlds
+from single import solo_engine
 from tiny import tiny_model, tiny_plan
 
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.folder import whole
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.tokens import TokenWriter
-from phalanx.errors import CheckpointError, CommError
+from phalanx.errors import CheckpointError, CommError, RunError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.spec.job import CheckpointSpec, DataSpec, OptimizerSpec
+from phalanx.trainer.continuation import Continuation
 from phalanx.trainer.loop import train_in
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.world import World
@@ -183,6 +186,32 @@ def test_more_steps_and_another_rate_are_honoured_and_said(data, run_dir):
     assert "job.num_steps: 8 here, 6 there" in said and "job.optimizer.lr: 0.005 here, 0.01 there" in said
     assert "job.checkpoint" not in said
     assert [rate for _, _, rate in losses(run_dir)[-3:]] == [1e-2, 5e-3, 5e-3]
+
+
+def test_a_run_that_ends_where_it_has_just_saved_saves_once(data, tmp_path):
+    """As one that is told to stop at that step."""
+    run_dir, plan = RunDir(tmp_path), plan_of(data, ONE, every=2)
+    run_dir.create()
+    said: list[str] = []
+    continuation = Continuation(solo_engine(plan), run_dir, said.append)
+    continuation.restore()
+    continuation.after(2)
+    continuation.finish(2)
+    assert steps_of(run_dir) == [2] and len(said) == 1
+
+
+def test_a_last_state_that_cannot_be_saved_is_a_failed_run(data, tmp_path, monkeypatch):
+    run_dir, plan = RunDir(tmp_path), plan_of(data, ONE)
+    run_dir.create()
+    continuation = Continuation(solo_engine(plan), run_dir, lambda line: None)
+    continuation.restore()
+    monkeypatch.setattr(Saver, "_check_space", refuse)
+    with pytest.raises(RunError, match=r"the state after step 6 could not be saved; .* there is none"):
+        continuation.finish(6)
+
+
+def refuse(saver: Saver) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_only_the_newest_are_kept(data, tmp_path):

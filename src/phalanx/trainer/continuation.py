@@ -66,15 +66,15 @@ class Continuation:
             self._saver.poll()
 
     def finish(self, step: int) -> None:
-        """At the end of training: save the last state and wait until it is on the disk. Raises RunError if that failed:
-        there is no later save to try again."""
+        """At the end of the run: save the last state, unless it is saved already, and wait until it is on the disk.
+        Raises RunError if that failed: there is no later save to try again."""
         self._saver.wait()
-        if step == self._restored:
+        if step in (self._restored, self._saver.last_step):
             return
         self._save(step, background=False)
         if self._saver.last_step != step:
             kept = f"the last one is of step {self._saver.last_step}" if self._saver.last_step else "there is none"
-            raise RunError(f"training is done, but its last state could not be saved; of this run's checkpoints {kept}")
+            raise RunError(f"the state after step {step} could not be saved; of this run's checkpoints {kept}")
 
     def _save(self, step: int, *, background: bool) -> None:
         extra = {"num_samples": step * self._job.global_batch, "optimizer_steps": self._engine.optimizer.num_steps}
