@@ -8,6 +8,7 @@
     │   └── CheckpointError              a checkpoint that is missing or of another model
     │       └── DamagedCheckpointError   … or not whole: an older one may still serve
     ├── CheckFailed                1     a check ran to its end and says no
+    ├── Stopped                   75     a run was asked to stop, and did so with its state saved
     └── RunError                   3     a run failed
         └── CommError                    a collective failed or ran into its time limit
 
@@ -77,6 +78,12 @@ class CheckFailed(PhalanxError):
     """A check ran to its end and says no."""
 
     exit_code = 1
+
+
+class Stopped(PhalanxError):
+    """A run was asked to stop, and did so with its state saved: to be continued (the exit code is EX_TEMPFAIL)."""
+
+    exit_code = 75
 
 
 class RunError(PhalanxError):

@@ -16,6 +16,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.traffic import traffic
 from phalanx.trainer import loop
 from phalanx.trainer.engine import Engine
+from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.world import World
 
 CASES = [(f"{name} {layout}", models()[name], layout) for name, layout in layouts()]
@@ -37,7 +38,7 @@ class Zeros:
 def count(world: World, plan: Plan) -> dict[tuple[str, str, str], list[int]]:
     engine = Engine(plan, world.coord, world.comm, world.device)
     world.recorder.reset()
-    loop.step(engine, Zeros(plan), loop.Clock(world.recorder), 0)
+    loop.step(engine, Zeros(plan), loop.Clock(world.recorder), StopRequest(), 0)
     return dict(world.recorder.messages)
 
 

@@ -121,3 +121,28 @@ def test_torchrun_that_is_killed_takes_its_ranks_along():
             process.kill()
     assert len(ranks) == 2
     until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10.0)
+
+
+@pytest.mark.parametrize(("number", "to_a_rank", "code"), [("SIGTERM", False, 143), ("SIGUSR1", True, 75)])
+def test_asked_to_stop_a_run_saves_and_goes_on_later(number: str, to_a_rank: bool, code: int):
+    """Whoever gets the signal, all ranks stop after the same step, and the next start does what was left to do."""
+    with subprocess.Popen(
+        ["phalanx", "train", "run.toml", "--run-dir", "run", *FOREVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            until(lambda: Path("run/metrics.jsonl").exists() and len(losses("run")) > 2)
+            (agent,) = children(process.pid)
+            os.kill(children(agent)[1] if to_a_rank else process.pid, signal.Signals[number])
+            output, report = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == code, report
+    assert "with everything saved" in output
+    steps = len(losses("run"))
+    assert Path(f"run/checkpoints/step-{steps:06d}").is_dir()
+    again = command("phalanx", "train", "run.toml", "--run-dir", "run", f"--set=job.num_steps={steps + 2}")
+    assert again.returncode == 0, again.stderr
+    assert len(losses("run")) == steps + 2

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from phalanx.errors import Stopped
 from phalanx.launch import supervise
 from phalanx.launch.port import listen
 from phalanx.plan.plan import Plan
@@ -18,7 +19,7 @@ from phalanx.rundir import RunDir
 
 WORKER = "phalanx.trainer.__main__:train"
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # One thread per process: the ranks share the cores, and a process with idle threads must not be forked.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -47,7 +48,8 @@ def start(plan_path: Path, run_dir: RunDir, entry: str = WORKER) -> Result:
         command = [sys.executable, "-m", "phalanx.trainer.agent", str(plan_path), str(run_dir.path), entry]
         command += ["--parent", str(os.getpid()), "--listener", str(listener.fileno())]
         exit_code = _run_agent(command)
-    if exit_code in (0, 2) or exit_code > 128:  # done; refused before any rank started, and said so; or asked to end
+    # Done; refused before any rank started, and said so; or asked to stop.
+    if exit_code in (0, 2, Stopped.exit_code) or exit_code > 128:
         return Result(exit_code=exit_code)
     failure = supervise.collect(plan.layout, run_dir, agent_exit_code=exit_code)
     supervise.write(failure, run_dir)

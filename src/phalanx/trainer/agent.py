@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, Stopped
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.trainer import process
@@ -31,7 +31,7 @@ from phalanx.trainer.console import Console
 from phalanx.watch.events import copy_ring, remove_dead_rings, ring_path
 from phalanx.watch.outcomes import Ending, Outcome, write_endings
 
-STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
 
 TICK_S = 0.1
 RING_COPY_S = 2.0
@@ -39,8 +39,6 @@ RING_COPY_S = 2.0
 SETTLE_S = 0.5
 STACK_S = 0.3
 TERMINATE_S = 2.0
-# After a request to stop, ranks may save what they have.
-STOP_GRACE_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +46,8 @@ class Agent:
     """The ranks of one attempt on this node.
 
     `live` maps process ids to ranks; `orders` are signals still to be sent, each with the time it is due; `sent` are
-    those that went out. `failed` is set by the first rank that does not finish, `stopped_by` by a request to stop.
+    those that went out. `failed` is set by the first rank that does not finish, `stopped_by` by a request to stop,
+    `saved` by the first rank that ended as asked, with its state saved.
     """
 
     plan_path: Path
@@ -62,6 +61,7 @@ class Agent:
     sent: set[int] = field(default_factory=set)
     stopped_by: signal.Signals | None = None
     failed: bool = False
+    saved: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -93,7 +93,9 @@ class Agent:
         self._tidy()
         if self.failed:
             return 3
-        return 128 + self.stopped_by if self.stopped_by else 0
+        if self.stopped_by:
+            return 128 + self.stopped_by
+        return Stopped.exit_code if self.saved else 0
 
     def _start(self, listener: socket.socket) -> None:
         """Start all ranks. They may look for the store at once: connections wait in the listener's queue."""
@@ -164,7 +166,7 @@ class Agent:
         self.stopped_by = self.stopped_by or received
         self.orders = [(now, signal.SIGKILL)]
         if not impatient:
-            self.orders = [(now, signal.SIGTERM), (now + STOP_GRACE_S, signal.SIGKILL)]
+            self.orders = [(now, signal.SIGTERM), (now + self.plan.job.checkpoint.grace_s, signal.SIGKILL)]
 
     def _fail(self) -> None:
         """The first rank has failed: end the others, in steps that let them leave evidence."""
@@ -205,9 +207,10 @@ class Agent:
             self.endings.append(ending)
             outcome = Outcome.read(self.run_dir.outcome(rank))
             finished = code == 0 and outcome is not None and outcome.error is None
-            if not finished and not self.failed and self.stopped_by is None:
+            self.saved = self.saved or code == Stopped.exit_code
+            if not finished and not self.saved and not self.failed and self.stopped_by is None:
                 self._fail()
-            if outcome is not None and outcome.error is not None:
+            if outcome is not None and outcome.error is not None and code != Stopped.exit_code:
                 with self.run_dir.log(rank).open("a", encoding="utf-8") as log:
                     log.write(outcome.error.traceback)
 

@@ -20,6 +20,7 @@ from phalanx.trainer.engine import Engine
 from phalanx.trainer.optim import clip_coefficient, learning_rate
 from phalanx.trainer.pipeline_parallel import OnAction
 from phalanx.trainer.recorder import Recorder
+from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.world import World, join
 from phalanx.watch.metrics import AXES, MetricsWriter, StepRecord
 
@@ -41,14 +42,15 @@ class Clock:
         return spent
 
 
-def step(engine: Engine, source: Source, clock: Clock, number: int) -> StepRecord:
+def step(engine: Engine, source: Source, clock: Clock, stop: StopRequest, number: int) -> StepRecord:
     """One optimizer step, `number` counting from 0: read, forward and backward, make gradients whole, update."""
     plan, job = engine.plan, engine.plan.job
     batch = source.batch(number, list(engine.positions))
     tokens, labels = (torch.from_numpy(array).to(engine.device) for array in (batch.tokens, batch.labels))
     loss = engine.forward_backward(engine.micro_batches(tokens, labels, batch.num_supervised, number))
     engine.synchronize()
-    mean_loss, norm, spent = engine.totals(loss, clock.lap())
+    mean_loss, norm, (votes, *spent) = engine.totals(loss, [stop.vote, *clock.lap()])
+    stop.count(votes)
     guards.check_finite(engine, mean_loss, norm)
     rate = learning_rate(job.optimizer, number, job.num_steps)
     if batch.num_supervised:
@@ -82,14 +84,20 @@ def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()
     metrics = MetricsWriter(run_dir.metrics, _say) if world.rank == 0 else None
-    clock = Clock(world.recorder)
+    clock, stop = Clock(world.recorder), StopRequest()
     for number in range(done, job.num_steps):
         world.recorder.step = number + 1
-        record = step(engine, source, clock, number)
+        record = step(engine, source, clock, stop, number)
         if metrics:
             metrics.write(record)
             _say(record.line(job.num_steps))
         world.recorder.micro_batch, world.recorder.phase = -1, "checkpoint"
+        if stop.agreed and number + 1 < job.num_steps:
+            continuation.finish(number + 1)
+            stopped = stop.leave(number + 1)
+            if world.rank == 0:
+                _say(str(stopped))
+            raise stopped
         continuation.after(number + 1)
     continuation.finish(max(done, job.num_steps))
 
