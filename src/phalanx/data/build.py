@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from phalanx.data.detokenize import REPLACEMENT, load_tokenizer
 from phalanx.data.tokens import TokenFile, TokenWriter, dtype_for
 from phalanx.errors import DataError
 from phalanx.spec.job import PYTHON_STDLIB, DataSpec
@@ -33,7 +34,6 @@ from phalanx.spec.job import PYTHON_STDLIB, DataSpec
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB = 257  # 256 bytes and the end of a document
 FORMAT = 1
-REPLACEMENT = "\ufffd"
 
 TRAINING_BYTES = 32 << 20  # a tokenizer learns no more from more text
 PIECE_BYTES = 1 << 20  # a long document is tokenized in pieces, cut at line ends
@@ -156,7 +156,7 @@ def _check_tokenizer(path: Path, vocab: int, console: Console) -> None:
     """Hold the tokenizer beside a token file, if there is one, against the model's vocabulary."""
     if not path.is_file():
         return
-    largest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values(), default=-1)
+    largest = max(load_tokenizer(path).get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab:
         what = f"the tokenizer has ids up to {largest:,}; the model's vocabulary is {vocab:,} ids"
         raise DataError(what, where=str(path), instead=f"model.vocab = {largest + 1} or more")

@@ -1,4 +1,4 @@
-"""Token ids → text while they come in: a character may be spread over several tokens."""
+"""Tokenizers from files, and token ids → text while they come in: a character may be spread over several tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from phalanx.data.build import REPLACEMENT
 from phalanx.errors import DataError
+
+REPLACEMENT = "\ufffd"  # what stands where bytes are no text
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
+from phalanx.data.detokenize import load_tokenizer
 from phalanx.data.tokens import TokenFile
 
 CHUNK_TOKENS = 16 << 20
@@ -42,7 +42,7 @@ def summarize(prefix: Path) -> Summary:
     ends = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])  # of sequences, in tokens
     lengths = np.diff(ends[file.documents])
     tokenizer_path = prefix.with_name("tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(tokenizer_path)) if tokenizer_path.is_file() else None
+    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None
     first = file.read(0, min(SAMPLE_TOKENS, file.num_tokens)).tolist()
     return Summary(
         path=str(prefix),

@@ -214,6 +214,13 @@ def test_the_tokenizer_beside_the_tokens_is_held_against_the_model(books: Path, 
     assert "260 of the model's 512 ids" in str(said)
 
 
+def test_a_damaged_tokenizer_beside_the_tokens_is_refused(books: Path, tmp_path: Path):
+    prefix = built(books)
+    prefix.with_name("tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json: is not a tokenizer"):
+        ensure(DataSpec(path=str(prefix)), VOCAB, tmp_path)
+
+
 def test_token_files_without_a_tokenizer_are_taken(tmp_path: Path):
     with TokenWriter(tmp_path / "tokens", "uint16") as writer:
         writer.add([1, 2, 3])
