@@ -3,6 +3,9 @@
     aside      rank 0 makes step-000100.tmp-…; every rank writes the rectangles that it owns, and a part of the manifest
     agree      all ranks are done, or some failed
     publish    rank 0 joins the parts to manifest.json, forces it to the disk, and renames the folder to step-000100
+    agree      it is done, or failed
+
+A thread of its own does what waits for the disk; the main thread only agrees.
 
 At every moment the last published checkpoint is untouched: a kill of any or all ranks leaves it, and at most a folder
 aside, which the next start clears away. No rank waits in one long call for a slow disk: once a second they tell each
@@ -37,7 +40,7 @@ _HEARTBEAT_S = 1.0
 
 @dataclass(slots=True)
 class _Write:
-    """One save under way on this rank."""
+    """One save under way on this rank. `thread` does the stage under way; `error` is what stopped it."""
 
     step: int
     extra: Mapping[str, Any]
@@ -45,6 +48,8 @@ class _Write:
     since_s: float
     thread: threading.Thread = field(init=False)
     error: Exception | None = None
+    publishing: bool = False
+    remark: str = ""
 
 
 class Saver:
@@ -102,21 +107,33 @@ class Saver:
             self._snapshot = self._snapshot or Snapshot(self._owned)
             pieces = self._snapshot.take()
         write = self._write = _Write(step, extra, aside, since_s)
-        # A daemon: a rank that has to end must not wait for the disk.
-        write.thread = threading.Thread(target=self._run, args=(write, pieces), name="checkpoint", daemon=True)
-        write.thread.start()
+        self._start(write, lambda: write_part(aside, self._comm.index, step, pieces))
         if not background:
             self.wait()
 
     def poll(self) -> bool:
-        """Complete the save under way if all ranks are done with their files. Whether none is under way any more."""
+        """Take the save under way on to its next stage, or complete it, if all ranks are done with the last one.
+        Whether none is under way any more."""
         write = self._write
         if write is None:
             return True
         if highest(self._comm, int(write.thread.is_alive()), self._device):
             return False
+        if write.error and not isinstance(write.error, (OSError, CheckpointError)):
+            raise write.error
+        problems = agree(self._comm, _text(write.error) if write.error else "", self._device)
+        if not problems and not write.publishing:
+            write.publishing = True
+            self._start(write, lambda: self._publish(write) if self._first else None)
+            return False
         self._write = None
-        self._settle(write)
+        if problems:
+            self._give_up(write.step, write.aside, problems)
+        else:
+            self.last_step = write.step
+            seconds = time.monotonic() - write.since_s
+            target = self._run_dir.checkpoint(write.step)
+            self._say(f"checkpoint {target}: {self.num_bytes:,} bytes in {seconds:.1f} s{write.remark}")
         return True
 
     def wait(self) -> None:
@@ -174,33 +191,25 @@ class Saver:
         if free < self.num_bytes:
             raise _NoSpaceError(f"{self.num_bytes:,} bytes are needed and {free:,} are free in {self._folder}")
 
-    def _run(self, write: _Write, pieces: Sequence[Piece]) -> None:
-        """The writing thread: no communication here, a Comm belongs to the main thread."""
-        try:
-            write_part(write.aside, self._comm.index, write.step, pieces)
-        except Exception as error:  # noqa: BLE001 (the main thread looks at it)
-            write.error = error
+    def _start(self, write: _Write, act: Callable[[], object]) -> None:
+        """Do `act` in a thread. It must not communicate: a Comm belongs to the main thread."""
 
-    def _settle(self, write: _Write) -> None:
-        if write.error and not isinstance(write.error, OSError):
-            raise write.error
-        problems = agree(self._comm, _text(write.error) if write.error else "", self._device)
-        if not problems:
-            problem = self._try(lambda: self._publish(write)) if self._first else ""
-            problems = agree(self._comm, problem, self._device)
-        if problems:
-            self._give_up(write.step, write.aside, problems)
-        else:
-            self.last_step = write.step
+        def run() -> None:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 (the main thread looks at it)
+                write.error = error
+
+        # A daemon: a rank that has to end must not wait for the disk.
+        write.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        write.thread.start()
 
     def _publish(self, write: _Write) -> None:
         target = self._run_dir.checkpoint(write.step)
         publish(write.aside, target, self._plan, write.step, write.extra, self._comm.size)
-        seconds = time.monotonic() - write.since_s
-        self._say(f"checkpoint {target}: {self.num_bytes:,} bytes in {seconds:.1f} s")
         problem = self._try(lambda: folders.retain(self._folder, self._plan.job.checkpoint.keep, self._token))
         if problem:
-            self._say(f"an old checkpoint could not be deleted: {problem}")
+            write.remark = f"; an old one could not be deleted: {problem}"
 
     def _give_up(self, step: int, aside: Path, problems: Sequence[str]) -> None:
         self._say(f"checkpoint of step {step} NOT saved, training goes on: {'; '.join(problems)}")
