@@ -110,7 +110,8 @@ def test_operations_equal_plain_autograd(kind: str) -> None:
         output = kernels.add_positions(mine, table, place)
         expected = theirs + values[2][place]
     else:  # 2 sequences of 3 positions; one query head, no key turned back: heads of width 4
-        output = kernels.split_heads(mine.view(2, 3, 8).repeat(1, 1, 2), 2, 1, (angles.cos(), angles.sin()))
+        qkv = mine.view(2, 3, 8).repeat(1, 1, 2)
+        output = torch.cat(kernels.split_heads(qkv, 2, 1, (angles.cos(), angles.sin())), 1)
         heads = theirs.view(2, 3, 8).repeat(1, 1, 2).view(2, 3, 4, 4).transpose(1, 2)
         a, b = heads[:, :3].chunk(2, -1)
         turned = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)

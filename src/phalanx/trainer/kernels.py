@@ -31,13 +31,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _result(_SwiGLU.apply(gate_up))
 
 
-def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-    """[sequences, positions, (heads + 2 kv heads) × width] → [sequences, heads + 2 kv heads, positions, width].
+def split_heads(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[sequences, positions, (heads + 2 kv heads) × width] → q, k, v, each [sequences, its heads, positions, width].
 
     `rotation`: cosines and sines [positions, width / 2] that turn queries and keys; halves of a head are the pairs, as
-    Hugging Face's Llama has them (RoFormer, eq. 34). None leaves them as they are.
+    Hugging Face's Llama has them (RoFormer, eq. 34). None leaves them as they are. All three are views of `qkv`, which
+    is overwritten: nothing is copied, and attention takes the strides as they are.
     """
-    return _result(_SplitHeads.apply(qkv, num_heads, num_kv_heads, rotation))
+    q, k, v = _SplitHeads.apply(qkv, num_heads, num_kv_heads, rotation)
+    return q, k, v
 
 
 def add_positions(inputs: Tensor, weight: Weight, positions: Tensor) -> Tensor:
@@ -54,20 +58,21 @@ class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Weight, eps: float) -> Tensor:
         wide = inputs.to(accumulation_dtype(inputs.dtype))
-        scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(wide.shape[-1]).add_(eps)).unsqueeze(-1)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(inputs, scale)
         ctx.weight = weight
         return (wide * scale).mul_(weight.value).to(inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        """With r the scale of a row and g the output's gradient: r w g - r³ x mean(w g x), and Σ r g x for w."""
         inputs, scale = ctx.saved_tensors
-        value = ctx.weight.value.to(scale.dtype)
-        normed = inputs * scale
-        products = output_grad * normed
-        ctx.weight.grad.add_(products.sum(0))
-        mean = torch.mv(products, value).div_(inputs.shape[-1]).unsqueeze(-1)
-        input_grad = (output_grad * value).addcmul_(normed, mean, value=-1).mul_(scale)
+        wide, wide_grad, value = (tensor.to(scale.dtype) for tensor in (inputs, output_grad, ctx.weight.value))
+        products = wide_grad * wide
+        ctx.weight.grad.addmv_(products.t(), scale.squeeze(1))
+        mean = torch.mv(products, value).div_(-wide.shape[-1]).unsqueeze(1)
+        input_grad = torch.mul(wide_grad, value, out=products).mul_(scale).addcmul_(wide, mean.mul_(scale.pow(3)))
         return input_grad.to(inputs.dtype), None, None
 
 
@@ -123,35 +128,30 @@ class _SplitHeads(Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, num_heads: int, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         sequences, positions, features = qkv.shape
         total = num_heads + 2 * num_kv_heads
-        heads = qkv.view(sequences, positions, total, features // total).transpose(1, 2)
+        heads = qkv.view(sequences, positions, total, features // total)
         ctx.num_turned, ctx.rotation = num_heads + num_kv_heads, rotation
-        if rotation is None:
-            return heads.contiguous()
-        out = torch.empty(heads.shape, dtype=qkv.dtype, device=qkv.device)
-        _rotate(heads, out, ctx.num_turned, *rotation, sign=1)
-        return out
+        if rotation is not None:
+            _rotate(heads[:, :, : ctx.num_turned], *rotation, sign=1)
+        return heads.transpose(1, 2).split([num_heads, num_kv_heads, num_kv_heads], 1)
 
     @staticmethod
-    def backward(ctx: Any, heads_grad: Tensor) -> tuple[Any, ...]:
-        sequences, total, positions, width = heads_grad.shape
-        out = heads_grad.new_empty(sequences, positions, total, width)
-        if ctx.rotation is None:
-            out.copy_(heads_grad.transpose(1, 2))
-        else:
-            _rotate(heads_grad, out.transpose(1, 2), ctx.num_turned, *ctx.rotation, sign=-1)
-        return out.view(sequences, positions, total * width), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        heads_grad = torch.cat([grad.transpose(1, 2) for grad in grads], 2)
+        if ctx.rotation is not None:
+            _rotate(heads_grad[:, :, : ctx.num_turned], *ctx.rotation, sign=-1)
+        return heads_grad.flatten(2), None, None, None
 
 
-def _rotate(heads: Tensor, out: Tensor, num_turned: int, cosines: Tensor, sines: Tensor, *, sign: int) -> None:
-    """Turn the first `num_turned` heads by the angles (`sign` -1: back), copy the rest."""
-    out[:, num_turned:] = heads[:, num_turned:]
-    first, second = heads[:, :num_turned].chunk(2, -1)
-    out_first, out_second = out[:, :num_turned].chunk(2, -1)
-    torch.mul(first, cosines, out=out_first).addcmul_(second, sines, value=-sign)
-    torch.mul(second, cosines, out=out_second).addcmul_(first, sines, value=sign)
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, sign: int) -> None:
+    """Turn `heads` [sequences, positions, heads, width] by the angles (`sign` -1: back), in place."""
+    first, second = heads.chunk(2, -1)
+    cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
+    from_first = first * sines
+    first.mul_(cosines).addcmul_(second, sines, value=-sign)
+    second.mul_(cosines).add_(from_first, alpha=sign)
 
 
 class _AddPositions(Function):
