@@ -29,7 +29,7 @@ class Operation:
 
     Under kind "attention" m and n are query and key positions, k the head width, `batch` sequences × heads, `products`
     how many m × n × k products the kernel makes (2 forward, 5 backward under recomputation of scores).
-    `core` marks what selective recompute repeats. `bytes` counts everything read and written once.
+    `again` marks what selective recompute repeats. `bytes` counts everything read and written once.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Operation:
     batch: Size = 1
     count: Size = 1
     products: int = 1
-    core: bool = False
+    again: bool = False
 
     @property
     def flops(self) -> Size:
@@ -51,12 +51,12 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A tensor that lives from a block's forward to its backward. `core` as in Operation: dropped by selective
-    recompute."""
+    """A tensor that lives from a block's forward to its backward. `again`: dropped by selective recompute,
+    and made again."""
 
     name: str
     bytes: Size
-    core: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +78,18 @@ class Block:
 class Kernels:
     """How an engine does it.
 
-    `attention`: "flash" never stores scores, "math" does; "cpu flash" is torch's flash kernel on CPU, whose output lies
-    head by head, so that the linear layer after it keeps a copy where there are several. `keep_gathered`: linear layers
-    keep the gathered input under sequence parallelism, instead of gathering it again. `masks`: what is kept of a
-    dropout mask: nothing, a "byte" per element, or its "factor" in compute precision. `extra_rows`: hidden-wide tensors
-    per layer that unfused code keeps beyond the list (norms written out keep widened inputs: formulas.md, section 3).
-    `fused_sum`: whether matrix products add weight gradients to their sum (of `gradient_bytes`) themselves, or a pass
-    of its own does. `head_rows`: tokens whose logits exist at a time, gradients computed there and then (design,
-    section 7); 0: all at once, gradients in backward.
+    `attention`: "flash" never stores scores, "math" does. `selective`: what selective recompute makes again: the
+    attention "core" (Korthikanti et al., section 5), or what is "cheap": norms, activation, inputs of linear layers.
+    `keep_gathered`: linear layers keep the gathered input under sequence parallelism, instead of gathering it again.
+    `masks`: what is kept of a dropout mask: nothing, a "byte" per element, or its "factor" in compute precision.
+    `extra_rows`: hidden-wide tensors per layer that unfused code keeps beyond the list (norms written out keep widened
+    inputs: formulas.md, section 3). `fused_sum`: whether matrix products add weight gradients to their sum (of
+    `gradient_bytes`) themselves, or a pass of its own does. `head_rows`: tokens whose logits exist at a time, gradients
+    computed there and then (design, section 7); 0: all at once, gradients in backward.
     """
 
-    attention: Literal["flash", "cpu flash", "math"] = "flash"
+    attention: Literal["flash", "math"] = "flash"
+    selective: Literal["core", "cheap"] = "core"
     keep_gathered: bool = False
     masks: Literal["none", "byte", "factor"] = "none"
     extra_rows: int = 0
@@ -215,17 +216,13 @@ def linear(
     if cut.eight_bit:
         forward.insert(0, cast("", inputs))
         input_gradient.insert(0, cast(" gradient", outputs))
-    return Block(
-        forward=tuple(forward),
-        input_gradient=tuple(input_gradient),
-        weight_gradient=tuple(weight_gradient),
-        kept=(),
-    )
+    products = (tuple(forward), tuple(input_gradient), tuple(weight_gradient))
+    return Block(forward=products[0], input_gradient=products[1], weight_gradient=products[2], kept=())
 
 
-def elementwise(name: str, forward: Size, backward: Size, kept: Iterable[Kept] = (), *, core: bool = False) -> Block:
+def elementwise(name: str, forward: Size, backward: Size, kept: Iterable[Kept] = (), *, again: bool = False) -> Block:
     """A pass over memory: bytes read and written forward, and for the gradient."""
-    first = Operation(name=name, kind="elementwise", bytes=forward, core=core)
+    first = Operation(name=name, kind="elementwise", bytes=forward, again=again)
     second = Operation(name=f"{name} gradient", kind="elementwise", bytes=backward)
     return Block(forward=(first,), input_gradient=(second,), weight_gradient=(), kept=tuple(kept))
 
@@ -235,38 +232,35 @@ def attention(cut: Cut, kernels: Kernels, dropout: bool) -> Block:
     stored (FlashAttention-2, arXiv 2307.08691). Math: full score matrices, each stored in compute precision."""
     batch, e = cut.micro_batch * cut.heads, cut.element
     moved = (2 * cut.q + 2 * cut.kv) * cut.tokens * e
-    if kernels.attention != "math":
+    if kernels.attention == "flash":
         common = {"m": cut.queries, "n": cut.keys / 2, "k": cut.head_dim, "batch": batch}
-        return Block(
-            forward=(Operation(name="attention", kind="attention", bytes=moved, products=2, core=True, **common),),
-            input_gradient=(
-                Operation(name="attention gradient", kind="attention", bytes=2 * moved, products=5, **common),
-            ),
-            weight_gradient=(),
-            kept=(Kept(name="log-sum-exp", bytes=cut.statistic * cut.tokens * cut.heads),),
-        )
+        first = Operation(name="attention", kind="attention", bytes=moved, products=2, **common)
+        second = Operation(name="attention gradient", kind="attention", bytes=2 * moved, products=5, **common)
+        kept = [Kept(name="log-sum-exp", bytes=cut.statistic * cut.tokens * cut.heads)]
+        return Block(forward=(first,), input_gradient=(second,), weight_gradient=(), kept=tuple(kept))
     scores = batch * cut.queries * cut.keys
-    mask = scores if dropout else 0
+    dropped, mask = (2 * e, scores) if dropout else (0, 0)
+    kept = [Kept(name="softmax", bytes=e * scores)]
+    if dropout:
+        kept += [Kept(name="dropped softmax", bytes=e * scores), Kept(name="softmax mask", bytes=scores)]
     blocks = (
         _product("scores", batch, cut.queries, cut.keys, cut.head_dim, e),
-        elementwise(
-            "softmax",
-            (2 * e + (2 * e if dropout else 0)) * scores + mask,
-            (3 * e + (2 * e if dropout else 0)) * scores + mask,
-            [Kept(name="softmax", bytes=e * scores, core=True)]
-            + ([Kept(name="dropped softmax", bytes=e * scores, core=True)] if dropout else [])
-            + ([Kept(name="softmax mask", bytes=scores, core=True)] if dropout else []),
-            core=True,
-        ),
+        elementwise("softmax", (2 * e + dropped) * scores + mask, (3 * e + dropped) * scores + mask, kept),
         _product("values", batch, cut.queries, cut.head_dim, cut.keys, e),
     )
     return join(blocks)
 
 
+def repeated(block: Block) -> Block:
+    """`block`, all of which selective recompute makes again."""
+    forward = tuple(replace(operation, again=True) for operation in block.forward)
+    return replace(block, forward=forward, kept=tuple(replace(kept, again=True) for kept in block.kept))
+
+
 def _product(name: str, batch: Size, m: Size, n: Size, k: Size, element: int) -> Block:
     """A batched product of two activations: both have gradients, none is a weight."""
     moved = batch * (m * n + n * k + m * k) * element
-    forward = Operation(name=name, kind="matmul", m=m, n=n, k=k, batch=batch, bytes=moved, core=True)
+    forward = Operation(name=name, kind="matmul", m=m, n=n, k=k, batch=batch, bytes=moved)
     left = Operation(name=f"{name} left gradient", kind="matmul", m=m, n=k, k=n, batch=batch, bytes=moved)
     right = Operation(name=f"{name} right gradient", kind="matmul", m=n, n=k, k=m, batch=batch, bytes=moved)
     return Block(forward=(forward,), input_gradient=(left, right), weight_gradient=(), kept=())
@@ -283,14 +277,14 @@ def join(blocks: Iterable[Block]) -> Block:
     )
 
 
-def norm(name: str, model: ModelSpec, cut: Cut) -> Block:
+def norm(name: str, model: ModelSpec, cut: Cut, *, again: bool = False) -> Block:
     """Reads and writes h per row; backward reads input and gradient, adds to the residual's gradient. Keeps its input
     and one statistic per row (two under LayerNorm)."""
     wide = cut.rows * cut.hidden * cut.element
     statistics = ("mean", "scale") if model.norm == "layernorm" else ("scale",)
     kept = [Kept(name=f"{name} input", bytes=wide)]
     kept += [Kept(name=f"{name} {statistic}", bytes=cut.rows * cut.statistic) for statistic in statistics]
-    return elementwise(name, 2 * wide, 4 * wide, kept)
+    return elementwise(name, 2 * wide, 4 * wide, kept, again=again)
 
 
 def residual(name: str, model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
@@ -305,25 +299,25 @@ def residual(name: str, model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
 
 def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """One transformer layer: norm, attention, residual, norm, feed-forward, residual."""
-    e = cut.element
+    e, cheap = cut.element, kernels.selective == "cheap"
+    core = attention(cut, kernels, model.attention_dropout > 0)
     linear_input = (cut.tokens if kernels.keep_gathered else cut.rows) * cut.hidden * e
     copied = np.where(cut.kv_copied, 1, 0) if np.ndim(cut.kv_copied) else int(cut.kv_copied)
     own_kv = 2 * cut.kv * (1 - copied)
     rotary = cut.tokens * (cut.q + cut.kv) * e if model.positions == "rope" else 0 * cut.tokens
     return join(
         (
-            norm("norm1", model, cut),
-            _keeps("qkv input", linear_input),
+            norm("norm1", model, cut, again=cheap),
+            _keeps("qkv input", linear_input, again=cheap),
             linear("qkv", cut.tokens, cut.hidden, cut.q + own_kv, cut, kernels),
             linear("kv", cut.tokens, cut.hidden, 2 * cut.kv, cut, kernels, count=copied),
             elementwise("rotary", 2 * rotary, 2 * rotary),
             _keeps("q, k, v", cut.tokens * (cut.q + 2 * cut.kv) * e),
-            attention(cut, kernels, model.attention_dropout > 0),
+            core if cheap else repeated(core),
             _keeps("attention output", cut.tokens * cut.q * e),
-            _keeps("out input", cut.tokens * cut.q * e * (cut.heads > 1) * (kernels.attention == "cpu flash")),
             linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels),
             residual("residual1", model, cut, kernels),
-            norm("norm2", model, cut),
+            norm("norm2", model, cut, again=cheap),
             feed_forward(model, cut, kernels, linear_input),
             residual("residual2", model, cut, kernels),
             _keeps("unfused code", kernels.extra_rows * cut.rows * cut.hidden * e),
@@ -334,14 +328,15 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
 def feed_forward(model: ModelSpec, cut: Cut, kernels: Kernels, linear_input: Size) -> Block:
     """Up, activation, down; under experts with a router before them, and tokens put in order for their experts and back
     (a pass over them each way)."""
-    e, up = cut.element, (2 if model.gated else 1) * cut.ffn
+    e, up, cheap = cut.element, (2 if model.gated else 1) * cut.ffn, kernels.selective == "cheap"
     tokens, batch = (cut.expert_tokens, cut.experts) if model.num_experts else (cut.tokens, 1)
     every = tokens * batch
     act = elementwise(
         "activation",
         every * (up + cut.ffn) * e,
         every * (2 * up + cut.ffn) * e,
-        [Kept(name="up output", bytes=every * up * e), Kept(name="down input", bytes=every * cut.ffn * e)],
+        [Kept(name="up output", bytes=every * up * e), Kept(name="down input", bytes=every * cut.ffn * e, again=cheap)],
+        again=cheap,
     )
     products = (
         linear("up", tokens, cut.hidden, up, cut, kernels, batch=batch),
@@ -349,7 +344,7 @@ def feed_forward(model: ModelSpec, cut: Cut, kernels: Kernels, linear_input: Siz
         linear("down", tokens, cut.ffn, cut.hidden, cut, kernels, batch=batch),
     )
     if not model.num_experts:
-        return join((_keeps("up input", linear_input), *products))
+        return join((_keeps("up input", linear_input, again=cheap), *products))
     routed = cut.routed_tokens * cut.hidden * e
     return join(
         (
@@ -362,8 +357,9 @@ def feed_forward(model: ModelSpec, cut: Cut, kernels: Kernels, linear_input: Siz
     )
 
 
-def _keeps(name: str, num_bytes: Size) -> Block:
-    return Block(forward=(), input_gradient=(), weight_gradient=(), kept=(Kept(name=name, bytes=num_bytes),))
+def _keeps(name: str, num_bytes: Size, *, again: bool = False) -> Block:
+    kept = Kept(name=name, bytes=num_bytes, again=again)
+    return Block(forward=(), input_gradient=(), weight_gradient=(), kept=(kept,))
 
 
 def embedding(model: ModelSpec, cut: Cut) -> Block:

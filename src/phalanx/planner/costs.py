@@ -14,7 +14,7 @@ from phalanx.plan import operations
 from phalanx.plan.operations import Block, Cut
 from phalanx.planner import compute, memory, network
 from phalanx.planner.candidates import Array, Candidates
-from phalanx.planner.engine import Engine, kernels_on
+from phalanx.planner.engine import Engine
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -84,13 +84,12 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     cut = operations.cut(
         model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=str(job.precision) == "fp8"
     )
-    kernels = kernels_on(engine, cluster.device)
-    layer = operations.layer(model, cut, kernels)
+    layer = operations.layer(model, cut, engine.kernels)
     places = network.placements(cluster, layouts)
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
     forward, backward = price.layer(layer, places["context"])
     embedding = operations.embedding(model, cut)
-    head = operations.head(model, cut, kernels)
+    head = operations.head(model, cut, engine.kernels)
     rows = np.minimum(cut.tokens, engine.kernels.head_rows) if engine.kernels.head_rows else cut.tokens
     kept, working = memory.kept_bytes(layer, cut, layouts.recompute)
     return Costs(
@@ -159,7 +158,7 @@ class _Pricer:
         exposed = 1.0 - self.engine.tensor_overlap
         host = self.engine.host_layer_s
         forward_s = self.seconds(block.forward)
-        core_s = self.seconds(tuple(op for op in block.forward if op.core))
+        core_s = self.seconds(tuple(op for op in block.forward if op.again))
         backward_s = self.seconds(block.input_gradient, backward=True) + self.seconds(block.weight_gradient)
         ring_f, ring_b = (seconds + self._experts() for seconds in self._ring(block, context))
         forward_tensor = self.messages(2, 2) * exposed + ring_f
@@ -193,7 +192,9 @@ class _Pricer:
         """
         gather_exposed = self.gather * (1.0 - self.engine.tensor_overlap)
         sums: Any = np.where(self.layouts.sequence_parallel, self.gather, self.all_reduce)
-        again = 0.0 if self.engine.kernels.keep_gathered else 1.0
+        kernels = self.engine.kernels
+        dropped = (self.layouts.recompute == memory.SELECTIVE) & (kernels.selective == "cheap")
+        again = np.where(dropped, 1.0, 0.0 if kernels.keep_gathered else 1.0)
         waiting: Any = 0.0
         for name in ("qkv", "up"):
             weight = self.seconds(tuple(op for op in block.weight_gradient if op.name == f"{name} weight gradient"))

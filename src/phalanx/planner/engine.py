@@ -14,7 +14,6 @@ from phalanx.plan.legality import engine_problems
 from phalanx.plan.operations import Kernels
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.candidates import RECOMPUTES, Space
-from phalanx.spec.cluster import Device
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,12 +101,6 @@ class Engine:
         if precision not in self.states:
             raise SpecError(f"engine {self.name} has no recipe for precision {precision}: {sorted(self.states)}")
         return self.states[precision]
-
-
-def kernels_on(engine: Engine, device: Device) -> Kernels:
-    """The engine's kernels on `device`: one without matrix units is a CPU."""
-    flash = engine.kernels.attention == "flash" and device.matmul_tile == (1, 1)
-    return replace(engine.kernels, attention="cpu flash") if flash else engine.kernels
 
 
 @cache

@@ -86,7 +86,7 @@ def in_flight(name: str, pipeline: int, virtual_stages: int, num_micro_batches: 
 def kept_bytes(block: Block, cut: Cut, recompute: Array) -> tuple[Any, Any]:
     """Per layer and micro-batch: bytes kept from forward to backward, and the working set while recomputing."""
     everything = block.kept_bytes
-    core = sum(kept.bytes for kept in block.kept if kept.core)
+    core = sum(kept.bytes for kept in block.kept if kept.again)
     checkpoint = cut.rows * cut.hidden * cut.element
     kept = np.where(recompute == FULL, checkpoint, np.where(recompute == SELECTIVE, everything - core, everything))
     working = np.where(recompute == FULL, everything, np.where(recompute == SELECTIVE, core, 0))
