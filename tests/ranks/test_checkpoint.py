@@ -47,9 +47,9 @@ def data(tmp_path_factory) -> DataSpec:
 
 
 def plan_of(data: DataSpec, layout: Layout, *, steps: int = 6, every: int = 0, keep: int = 3, **changes: Any) -> Plan:
-    resume = changes.pop("resume", "auto")
+    resume, verify = changes.pop("resume", "auto"), changes.pop("verify", True)
     optimizer = changes.pop("optimizer", OptimizerSpec(lr=1e-2, clip_norm=0.5, warmup_steps=3, schedule="constant"))
-    checkpoint = CheckpointSpec(every_steps=every, keep=keep, resume=resume)
+    checkpoint = CheckpointSpec(every_steps=every, keep=keep, resume=resume, verify=verify)
     job = {
         "global_batch": 4,
         "seq_len": 16,
@@ -273,6 +273,11 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew(data, run_dir):
     for step in (2, 4, 6):
         harm(run_dir.checkpoint(step), "flipped")
     refused(plan_of(data, ONE), run_dir, r"(?s)no checkpoint is whole.*step-000006.*step-000004.*step-000002")
+
+
+def test_checksums_can_be_left_out(data, run_dir):
+    harm(run_dir.checkpoint(6), "flipped")
+    assert "going on from step 6" in train(plan_of(data, ONE, verify=False), run_dir)
 
 
 def test_going_back_sets_the_later_ones_aside(data, run_dir):

@@ -40,7 +40,6 @@ class Loaded:
 
 def resume(
     run_dir: RunDir,
-    how: str,
     plan: Plan,
     pieces: Iterable[Piece],
     comm: Comm,
@@ -50,8 +49,9 @@ def resume(
 ) -> Loaded | None:
     """Load what a run has to go on from; all ranks of `comm` call it, `say` is called on rank 0 only.
 
-    `how` "auto" takes the newest whole checkpoint of the run folder, says which newer ones it passed over and why, and
-    returns None if there are none at all. "never" starts anew. Anything else is the folder of a checkpoint.
+    `job.checkpoint.resume` "auto" takes the newest whole checkpoint of the run folder, says which newer ones it passed
+    over and why, and returns None if there are none at all. "never" starts anew. Anything else is the folder of a
+    checkpoint.
 
     Checkpoints of the run folder that are newer than the one loaded are set aside (renamed, not deleted): from here on
     they are of another line. Raises CheckpointError if there are checkpoints of which none is whole, if they are of
@@ -59,7 +59,7 @@ def resume(
     """
     pieces, device = list(pieces), device or torch.device("cpu")
     tell = say if comm.index == 0 else lambda line: None
-    steps = _steps(run_dir, comm, device)
+    steps, how = _steps(run_dir, comm, device), plan.job.checkpoint.resume
     if how == "auto":
         loaded = _newest(run_dir, steps, plan, pieces, comm, tell, device)
     else:
@@ -75,26 +75,17 @@ def resume(
     for change in loaded.changes:
         tell(f"changed since that checkpoint: {change}")
     if comm.index == 0:
-        for name in folders.set_aside(run_dir.checkpoints, loaded.step):
-            tell(f"set aside as {name}: it is newer than the checkpoint that the run goes on from")
+        _set_aside(run_dir, loaded.step, tell)
     return loaded
 
 
-def load(
-    path: Path,
-    plan: Plan,
-    pieces: Iterable[Piece],
-    comm: Comm,
-    *,
-    check: bool = True,
-    device: torch.device | None = None,
-) -> Loaded:
+def load(path: Path, plan: Plan, pieces: Iterable[Piece], comm: Comm, *, device: torch.device | None = None) -> Loaded:
     """Fill the live `pieces` of this rank from the checkpoint at `path`; all ranks of `comm` call it.
 
-    `check` off skips the checksums of tensors. Raises, on all ranks alike, DamagedCheckpointError if anything is
+    Checksums of tensors are compared unless `job.checkpoint.verify` is off. Raises, on all ranks alike, DamagedCheckpointError if anything is
     missing or damaged anywhere, CheckpointError if the checkpoint is of another model; the pieces are then unusable.
     """
-    pieces, device = list(pieces), device or torch.device("cpu")
+    pieces, device, check = list(pieces), device or torch.device("cpu"), plan.job.checkpoint.verify
     manifest, there = together(comm, device, DamagedCheckpointError, lambda: opened(path))
     together(comm, device, CheckpointError, lambda: _check_fit(path, manifest, there, plan, pieces))
     together(comm, device, DamagedCheckpointError, lambda: read_pieces(path, manifest, pieces, check=check))
@@ -124,6 +115,14 @@ def _newest(
         instead = "give another --run-dir to start anew"
         raise CheckpointError(what, where=str(run_dir.checkpoints), instead=instead)
     return None
+
+
+def _set_aside(run_dir: RunDir, after: int, tell: Callable[[str], None]) -> None:
+    try:
+        for name in folders.set_aside(run_dir.checkpoints, after):
+            tell(f"set aside as {name}: it is newer than the checkpoint that the run goes on from")
+    except OSError as error:  # what comes of it is told too: saves of these steps will fail
+        tell(f"newer checkpoints could not be set aside: {error.filename}: {error.strerror}")
 
 
 def _steps(run_dir: RunDir, comm: Comm, device: torch.device) -> list[int]:

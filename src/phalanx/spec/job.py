@@ -48,13 +48,15 @@ class CheckpointSpec:
 
     `resume` "auto" goes on from the newest checkpoint in the run folder if there is one, "never" starts anew; a path
     goes on from that checkpoint. A run that has nothing to go on from starts with the weights of `init_from`, a Hugging
-    Face folder or a checkpoint, where it is given. Asked to stop, it has `grace_s` seconds to finish its step and save.
+    Face folder or a checkpoint, where it is given. `verify`: whether checksums are compared on the way. Asked to stop,
+    a run has `grace_s` seconds to finish its step and save.
     """
 
     every_steps: Whole = 0
     keep: Whole = 3
     resume: str = "auto"
     init_from: str | None = None
+    verify: bool = True
     grace_s: Positive = 30.0
 
 

@@ -32,8 +32,7 @@ class Continuation:
         Raises CheckpointError where going on would not continue that run: see `checkpoint.store.resume`.
         """
         engine, job = self._engine, self._job
-        how = job.checkpoint.resume
-        loaded = resume(self._run_dir, how, engine.plan, self._pieces, self._world, say=self._say, device=engine.device)
+        loaded = resume(self._run_dir, engine.plan, self._pieces, self._world, say=self._say, device=engine.device)
         if loaded is None:
             self._initialize()
             return 0
