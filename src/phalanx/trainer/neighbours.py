@@ -166,8 +166,8 @@ class Neighbours:
             raise CommError(self._broken)
         try:
             lane.run()
-        except CommError as error:
-            self._give_up(f"rank {self.rank} gave up: {error}")
+        except BaseException as error:  # the task is lost, so nothing after it may succeed
+            self._give_up(f"rank {self.rank} gave up: {error or type(error).__name__}")
             raise
         if self._to_ring:
             self.ring_all()

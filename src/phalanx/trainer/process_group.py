@@ -77,9 +77,11 @@ class ProcessGroupTransport:
     def start(self, call: Call) -> _Pending:
         """See `Transport.start`."""
         try:
-            return self._starters[call.shape.operation](call)
+            pending = self._starters[call.shape.operation](call)
         except RuntimeError as error:
             raise CommError(_first_line(error)) from error
+        pending.on_cpu = self._gloo
+        return pending
 
     def close(self) -> None:
         """Break the connections; nothing is said about it on standard error."""
@@ -149,8 +151,9 @@ class ProcessGroupTransport:
         return _Pending(self._lane(call).recv([call.tensors[0]], call.shape.peer, _tag(call)))
 
     def _barrier(self, call: Call) -> _Pending:
-        device = "cpu" if self._gloo else "cuda"
-        return _Pending(self._groups[0].allreduce(torch.zeros(1, device=device), dist.ReduceOp.SUM))
+        token = torch.zeros(1, device="cpu" if self._gloo else "cuda")
+        # Reading the sum makes this process wait, not only its stream.
+        return _Pending(self._groups[0].allreduce(token, dist.ReduceOp.SUM), lambda: token.cpu())
 
     def _lane(self, call: Call) -> Any:
         return self._groups[call.shape.channel % len(self._groups)]
@@ -160,29 +163,36 @@ class _Pending:
     """A call under way: torch's work, perhaps a second exchange after it, and what is left to do with the result."""
 
     def __init__(
-        self, work: Any, finish: Callable[[], None] | None = None, second: Callable[[], Any] | None = None
+        self, work: Any, finish: Callable[[], Any] | None = None, second: Callable[[], Any] | None = None
     ) -> None:
         self._work, self._finish, self._second = work, finish, second
+        self.on_cpu = True
 
     def ready(self) -> bool:
         """See `Pending.ready`: these libraries go on by themselves, and asking costs as much as waiting."""
         return False
 
     def wait(self, timeout_s: float) -> None:
-        """See `Pending.wait`."""
+        """See `Pending.wait`. On a GPU it is the stream that waits, not this process, and NCCL that keeps the limit."""
         deadline = time.monotonic() + timeout_s
         try:
-            self._work.wait(timedelta(seconds=timeout_s))
+            self._wait_for(self._work, deadline)
             if self._second:
-                self._second().wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                self._wait_for(self._second(), deadline)
         except RuntimeError as error:
-            late = time.monotonic() >= deadline
+            late = time.monotonic() >= deadline - 0.01  # Gloo counts in whole milliseconds
             reason = (
-                f"the time limit of {timeout_s:g} s is over" if late else f"a member has gone ({_first_line(error)})"
+                f"the time limit of {timeout_s:g} s is over" if late else f"a member has gone: {_first_line(error)}"
             )
             raise CommError(reason) from error
         if self._finish:
             self._finish()
+
+    def _wait_for(self, work: Any, deadline: float) -> None:
+        if self.on_cpu:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        else:
+            work.wait()
 
 
 def _tag(call: Call) -> int:
