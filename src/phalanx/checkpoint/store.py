@@ -82,8 +82,9 @@ def resume(
 def load(path: Path, plan: Plan, pieces: Iterable[Piece], comm: Comm, *, device: torch.device | None = None) -> Loaded:
     """Fill the live `pieces` of this rank from the checkpoint at `path`; all ranks of `comm` call it.
 
-    Checksums of tensors are compared unless `job.checkpoint.verify` is off. Raises, on all ranks alike, DamagedCheckpointError if anything is
-    missing or damaged anywhere, CheckpointError if the checkpoint is of another model; the pieces are then unusable.
+    Checksums of tensors are compared unless `job.checkpoint.verify` is off. Raises, on all ranks alike,
+    DamagedCheckpointError if anything is missing or damaged anywhere, CheckpointError if the checkpoint is of another
+    model; the pieces are then unusable.
     """
     pieces, device, check = list(pieces), device or torch.device("cpu"), plan.job.checkpoint.verify
     manifest, there = together(comm, device, DamagedCheckpointError, lambda: opened(path))
