@@ -78,6 +78,8 @@ def _shape(plan: Plan) -> str:
         return "one device: nothing to cut"
     if whole:
         return "the model fits one device: data parallelism alone, the fewest messages"
+    if layout.zero == 3 and layout.tensor * layout.pipeline == 1 and _fits_whole(plan):
+        return "the model fits one device; cutting its parameters over the data axis as well costs next to nothing here"
     if layout.zero == 3 and layout.tensor * layout.pipeline == 1:
         return "a layer fits one device, the whole model does not: parameters cut over the data axis"
     if model.num_parameters >= HUGE and min(layout.tensor, layout.pipeline, layout.data) > 1:
@@ -87,6 +89,11 @@ def _shape(plan: Plan) -> str:
     if layout.pipeline == 1:
         return "wide for one device: layers cut over the tensor axis, no pipeline to fill"
     return "too large for one axis: layers cut inside the node, stages across nodes"
+
+
+def _fits_whole(plan: Plan) -> bool:
+    """Whether parameters, gradients and optimizer states fit one device uncut, at Megatron's 18 bytes per parameter."""
+    return 18 * plan.model.num_parameters < plan.cluster.device.memory_bytes
 
 
 def _time(plan: Plan) -> str:

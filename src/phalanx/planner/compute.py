@@ -18,6 +18,8 @@ Seconds: TypeAlias = Any
 # Speeds after CUTLASS's own profiler tables; a library picks the best of them per shape.
 SMALLER_TILES = ((1.0, 1.0, 1.0), (1.0, 0.5, 0.95), (0.5, 0.5, 0.8))
 
+OVERLAP_TAX = 0.13
+
 ALIGNMENT = 8
 """Elements: 16 bytes of 16-bit numbers (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core
 Requirements")."""
@@ -89,6 +91,12 @@ def total_s(
         rate = core if operation.kind == "attention" else peak
         seconds = seconds + operation_s(operation, device, rate, engine, backward=backward)
     return seconds
+
+
+def overlap_tax(device: Device) -> float:
+    """What a message costs the compute that it runs beside, as a share of its own time: it takes cores and bandwidth
+    (1.13 × in Galvatron's sample profile: formulas.md, section 8). A CPU moves its bytes itself, so hides nothing."""
+    return 1.0 if device.matmul_tile == (1, 1) else OVERLAP_TAX
 
 
 def optimizer_s(num_parameters: Any, engine: Engine, device: Device) -> Seconds:

@@ -19,9 +19,6 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
 
-OVERLAP_TAX = 0.13
-"""Messages beside compute take cores and bandwidth from it: 1.13 × in Galvatron's sample profile (formulas.md, 8)."""
-
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an activation: matrix products in fp8 still read and write 16-bit tensors between them."""
 
@@ -120,7 +117,7 @@ class _Pricer:
         tensor: network.Placement,
     ) -> None:
         self.cluster, self.device, self.precision, self.engine = cluster, cluster.device, precision, engine
-        self.layouts, self.cut, self.tensor = layouts, cut, tensor
+        self.layouts, self.cut, self.tensor, self.tax = layouts, cut, tensor, compute.overlap_tax(cluster.device)
         payload = cut.tokens * cut.hidden * cut.element
         self.all_reduce = network.collective_s(cluster, "all_reduce", payload, tensor)
         self.gather = network.collective_s(cluster, "all_gather", payload, tensor)
@@ -205,10 +202,9 @@ class _Pricer:
             waiting = waiting + np.where(self.layouts.sequence_parallel, gathered, 0.0)
         return waiting
 
-    @staticmethod
-    def _behind(message_s: Any, beside_s: Any) -> Any:
+    def _behind(self, message_s: Any, beside_s: Any) -> Any:
         """What a message costs that runs beside compute: what it takes longer, and at least its tax on that compute."""
-        return np.maximum(OVERLAP_TAX * message_s, message_s - beside_s)
+        return np.maximum(self.tax * message_s, message_s - beside_s)
 
     def _ring(self, block: Block, context: network.Placement) -> tuple[Any, Any]:
         """Ring attention: keys and values go round while the core works; what the core does not hide is exposed."""

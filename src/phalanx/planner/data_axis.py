@@ -12,7 +12,6 @@ import numpy as np
 
 from phalanx.planner import compute, network
 from phalanx.planner.candidates import Array, Candidates
-from phalanx.planner.costs import OVERLAP_TAX
 from phalanx.planner.engine import Engine
 from phalanx.planner.memory import Held
 from phalanx.spec.cluster import ClusterSpec
@@ -30,10 +29,11 @@ class Tail:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathers:
     """ZeRO 3, per layer and micro-batch: seconds of gathering before forward, and of gathering and scattering around
-    backward; zero below stage 3."""
+    backward; zero below stage 3. `tax` as in compute.overlap_tax."""
 
     forward_s: Array
     backward_s: Array
+    tax: float
 
 
 def gathers(
@@ -44,7 +44,11 @@ def gathers(
     forward = network.collective_s(cluster, "all_gather", layer * parameter, place)
     scatter = network.collective_s(cluster, "reduce_scatter", layer * engine.reduce_bytes, place)
     third = layouts.zero >= 3
-    return Gathers(forward_s=np.where(third, forward, 0.0), backward_s=np.where(third, forward + scatter, 0.0))
+    return Gathers(
+        forward_s=np.where(third, forward, 0.0),
+        backward_s=np.where(third, forward + scatter, 0.0),
+        tax=compute.overlap_tax(cluster.device),
+    )
 
 
 def tail(
@@ -78,7 +82,8 @@ def tail(
     reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0))
     gather_s = np.where((zero == 1) | (zero == 2), gather, 0.0)
     window = engine.data_overlap * last_backward_s * rounds
-    exposed = np.maximum(OVERLAP_TAX * reduce_s, reduce_s - window)
-    exposed = exposed + np.maximum(OVERLAP_TAX * gather_s, gather_s - engine.gather_overlap * first_forward_s)
+    tax = compute.overlap_tax(cluster.device)
+    exposed = np.maximum(tax * reduce_s, reduce_s - window)
+    exposed = exposed + np.maximum(tax * gather_s, gather_s - engine.gather_overlap * first_forward_s)
     optimizer = compute.optimizer_s(np.where(zero >= 1, held.shard, held.elements), engine, cluster.device)
     return Tail(data_s=reduce_s + gather_s, exposed_s=exposed, optimizer_s=optimizer)

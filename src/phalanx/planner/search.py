@@ -5,8 +5,8 @@ Exact: all layouts are priced by the bound, and replayed in its order until no u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,17 @@ class Search:
     engine: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is searched for: the three specs, the engine that shall run it, and the layout keys that stay."""
+
+    model: ModelSpec
+    job: JobSpec
+    cluster: ClusterSpec
+    runner: Engine
+    given: Mapping[str, Any]
+
+
 def search(
     model: ModelSpec,
     job: JobSpec,
@@ -66,94 +77,33 @@ def search(
 
     Raises LayoutError, with the sum of the closest layout and the least change that helps, when none can run.
     """
-    runner, given = engine(engine_name), dict(given or {})
-    if model.num_experts and runner.name == OURS:
+    task = Task(model=model, job=job, cluster=cluster, runner=engine(engine_name), given=dict(given or {}))
+    if model.num_experts and engine_name == OURS:
         others = ", ".join(name for name in profiles() if name != OURS)
-        raise LayoutError(
-            f"{model.name} has experts, which the trainer does not run", instead=f"--engine, one of {others}"
-        )
-    everything = enumerate_all(model, job, cluster.num_devices, runner.space, given)
-    rules = legal.illegal(model, job, cluster, everything)
-    if runner.name == OURS:
-        rules["what the trainer cannot run"] = legal.cannot_run(everything)
-    broken = np.zeros(len(everything), dtype=bool)
-    rejected = []
-    for reason, mask in rules.items():
-        fresh = np.flatnonzero(mask & ~broken)
-        if len(fresh):
-            rejected.append(_illegal(model, job, cluster, everything, reason, fresh))
-        broken |= mask
-    layouts = everything.take(~broken)
+        what = f"{model.name} has experts, which the trainer does not run"
+        raise LayoutError(what, instead=f"--engine, one of {others}")
+    everything, layouts, rejected = _legal(task)
     if not len(layouts):
-        raise LayoutError(_nothing_legal(model, job, cluster, rejected, given))
-    groups = list(estimate(model, job, cluster, runner, layouts))
-    peak = _scatter(groups, len(layouts), lambda group: group.memory_bytes.max(1))
-    step_s = _scatter(groups, len(layouts), lambda group: group.step_s)
-    fits = peak <= cluster.device.memory_bytes
-    if not fits.all():
-        rejected.append(_too_large(cluster, layouts, groups, peak, step_s, fits))
-    if not fits.any():
-        raise LayoutError(Problem(what=rejected[-1].detail, where=cluster.name, instead=rejected[-1].instead))
-    best, replayed = _replay(job, runner, layouts, groups, step_s, peak, np.flatnonzero(fits), top)
-
-    def plan(row: int, pipeline_s: float | None = None) -> Plan:
-        group, index = _place(groups, row)
-        seconds = _pipeline_s(job, group, index, layouts.layout(row)) if pipeline_s is None else pipeline_s
-        prediction = describe.prediction(job, runner, group, index, seconds)
-        return Plan(model=model, cluster=cluster, job=job, layout=layouts.layout(row), prediction=prediction)
-
-    plans = tuple(plan(row, pipeline_s) for row, pipeline_s in best)
-    scan = tuple(_scan(everything, layouts, fits, peak, step_s, groups, cluster, plans[0], plan))
+        raise LayoutError(_nothing_legal(task, rejected))
+    priced = _Priced(task, layouts)
+    if not priced.fits.all():
+        rejected.append(priced.too_large())
+    if not priced.fits.any():
+        raise LayoutError(Problem(what=rejected[-1].detail, where=cluster.name, instead=_larger(task, priced)))
+    best, num_replayed = priced.best(top)
+    plans = tuple(priced.plan(row, pipeline_s) for row, pipeline_s in best)
+    scan = tuple(priced.scan(np.unique(everything.tensor).tolist(), plans[0]))
     return Search(
         plans=plans,
-        reasons=reasons(plans, scan, runner.tie),
+        reasons=reasons(plans, scan, task.runner.tie),
         scan=scan,
-        front=tuple(plan(row, _bound_s(groups, row)) for row in _front(step_s, peak, np.flatnonzero(fits))),
+        front=tuple(priced.plan(row, priced.bound_s(row)) for row in priced.front()),
         rejected=tuple(rejected),
         num_layouts=len(everything),
-        num_fitting=int(fits.sum()),
-        num_replayed=replayed,
-        engine=runner.name,
+        num_fitting=int(priced.fits.sum()),
+        num_replayed=num_replayed,
+        engine=task.runner.name,
     )
-
-
-def _scan(
-    everything: Candidates,
-    layouts: Candidates,
-    fits: Array,
-    peak: Array,
-    step_s: Array,
-    groups: list[Group],
-    cluster: ClusterSpec,
-    winner: Plan,
-    plan: Callable[[int], Plan],
-) -> Iterator[Scanned]:
-    """For each tensor size, the best layout and what it loses, or why there is none."""
-    for tensor in np.unique(everything.tensor).tolist():
-        legal_rows = np.flatnonzero(layouts.tensor == tensor)
-        rows = legal_rows[fits[legal_rows]]
-        if len(rows):
-            best = winner if winner.layout.tensor == tensor else plan(int(rows[np.argmin(step_s[rows])]))
-            slower = advice.step_s(best) / advice.step_s(winner) - 1.0
-            yield Scanned(tensor=tensor, plan=best, slower=slower, because=advice.difference(best, winner))
-        elif len(legal_rows):
-            group, index = _place(groups, int(legal_rows[np.argmin(peak[legal_rows])]))
-            because = describe.memory_sum(group, index, cluster.device.memory_bytes)
-            yield Scanned(tensor=tensor, plan=None, slower=np.inf, because=because)
-
-
-def _bound_s(groups: list[Group], row: int) -> float:
-    """The bound on the pipeline's time of candidate `row`."""
-    group, index = _place(groups, row)
-    return float(group.pipeline_s[index])
-
-
-def _front(step_s: Array, peak: Array, rows: Array) -> list[int]:
-    """Layouts in rising order of time, each smaller than all before it."""
-    order = rows[np.lexsort((peak[rows], step_s[rows]))]
-    least = np.minimum.accumulate(peak[order])
-    kept: list[int] = order[np.concatenate(([True], least[1:] < least[:-1]))].tolist()
-    return kept
 
 
 def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout, *, engine_name: str = OURS) -> Plan:
@@ -161,103 +111,159 @@ def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout
     found = problems(model, job, cluster, layout)
     if found:
         raise LayoutError(found)
-    runner, layouts = engine(engine_name), of([layout])
-    (group,) = estimate(model, job, cluster, runner, layouts)
-    pipeline_s = _pipeline_s(job, group, 0, layout)
-    prediction = describe.prediction(job, runner, group, 0, pipeline_s)
-    return Plan(model=model, cluster=cluster, job=job, layout=layout, prediction=prediction)
+    task = Task(model=model, job=job, cluster=cluster, runner=engine(engine_name), given={})
+    return _Priced(task, of([layout])).plan(0)
 
 
-def _scatter(groups: list[Group], size: int, get: Any) -> Array:
-    result = np.empty(size)
-    for group in groups:
-        result[group.rows] = get(group)
-    return result
+class _Priced:
+    """Legal layouts and their cost: `step_s` by the bound, `peak` bytes of the fullest rank, whether that `fits`."""
 
+    def __init__(self, task: Task, layouts: Candidates) -> None:
+        self.task, self.layouts = task, layouts
+        self.groups: list[Group] = list(estimate(task.model, task.job, task.cluster, task.runner, layouts))
+        self.group_of = np.empty(len(layouts), dtype=int)
+        self.index_of = np.empty(len(layouts), dtype=int)
+        self.peak, self.step_s = np.empty(len(layouts)), np.empty(len(layouts))
+        for number, group in enumerate(self.groups):
+            self.group_of[group.rows] = number
+            self.index_of[group.rows] = np.arange(len(group.rows))
+            self.peak[group.rows] = group.memory_bytes.max(1)
+            self.step_s[group.rows] = group.step_s
+        self.fits: Array = self.peak <= task.cluster.device.memory_bytes
 
-def _place(groups: list[Group], row: int) -> tuple[Group, int]:
-    """Which group holds candidate `row`, and where in it."""
-    for group in groups:
-        (index,) = np.nonzero(group.rows == row)
-        if len(index):
-            return group, int(index[0])
-    raise AssertionError(f"no group holds {row}")
+    def place(self, row: int) -> tuple[Group, int]:
+        """Which group holds candidate `row`, and where in it."""
+        return self.groups[self.group_of[row]], int(self.index_of[row])
 
-
-def _pipeline_s(job: JobSpec, group: Group, index: int, layout: Layout) -> float:
-    """Seconds of the pipeline from the layout's own schedule."""
-    if layout.pipeline == 1:
+    def bound_s(self, row: int) -> float:
+        """The bound on the pipeline's time of candidate `row`."""
+        group, index = self.place(row)
         return float(group.pipeline_s[index])
-    return timeline.replay_s(
-        layout.schedule,
-        group.times,
-        index,
-        layout.pipeline,
-        layout.virtual_stages,
-        layout.num_micro_batches(job.global_batch),
-    )
 
+    def replayed_s(self, row: int) -> float:
+        """Seconds of the pipeline from the layout's own schedule."""
+        layout = self.layouts.layout(row)
+        if layout.pipeline == 1:
+            return self.bound_s(row)
+        group, index = self.place(row)
+        shape = (layout.pipeline, layout.virtual_stages, layout.num_micro_batches(self.task.job.global_batch))
+        return timeline.replay_s(layout.schedule, group.times, index, *shape)
 
-def _replay(
-    job: JobSpec,
-    runner: Engine,
-    layouts: Candidates,
-    groups: list[Group],
-    step_s: Array,
-    peak: Array,
-    rows: Array,
-    top: int,
-) -> tuple[list[tuple[int, float]], int]:
-    """The `top` fastest by replayed time. A layout whose bound is above the slowest of them cannot be among them."""
-    order = rows[np.lexsort((peak[rows], np.round(np.log(step_s[rows]), 4)))]
-    order = order[np.argsort(step_s[order], kind="stable")]
-    played: list[tuple[float, float, int, float]] = []
-    for row in order.tolist():
+    def plan(self, row: int, pipeline_s: float | None = None) -> Plan:
+        """Candidate `row` with its Prediction; replayed unless its pipeline's seconds are given."""
+        task, (group, index) = self.task, self.place(row)
+        seconds = self.replayed_s(row) if pipeline_s is None else pipeline_s
+        prediction = describe.prediction(task.job, task.runner, group, index, seconds)
+        layout = self.layouts.layout(row)
+        return Plan(model=task.model, cluster=task.cluster, job=task.job, layout=layout, prediction=prediction)
+
+    def best(self, top: int) -> tuple[list[tuple[int, float]], int]:
+        """The `top` fastest that fit, by replayed time, as (row, seconds of the pipeline); and how many were replayed.
+
+        A layout whose bound is above the slowest of them cannot be among them.
+        """
+        rows = np.flatnonzero(self.fits)
+        order = rows[np.lexsort((self.peak[rows], self.step_s[rows]))]
+        played: list[tuple[float, float, int, float]] = []
+        for row in order.tolist():
+            played.sort()
+            if len(played) >= top and self.step_s[row] > played[top - 1][0]:
+                break
+            pipeline_s = self.replayed_s(row)
+            group, index = self.place(row)
+            total_s = self.task.runner.factor * (pipeline_s + float(group.tail_s[index]))
+            played.append((round(total_s, 9), float(self.peak[row]), row, pipeline_s))
         played.sort()
-        if len(played) >= top and step_s[row] > played[top - 1][0]:
-            break
-        group, index = _place(groups, row)
-        pipeline_s = _pipeline_s(job, group, index, layouts.layout(row))
-        total_s = runner.factor * (pipeline_s + float(group.tail_s[index]))
-        played.append((round(total_s, 9), float(peak[row]), row, pipeline_s))
-    played.sort()
-    return [(row, pipeline_s) for _, _, row, pipeline_s in played[:top]], len(played)
+        return [(row, pipeline_s) for _, _, row, pipeline_s in played[:top]], len(played)
+
+    def scan(self, tensors: list[int], winner: Plan) -> Iterator[Scanned]:
+        """For each tensor size that some layout has, the best layout and what it loses, or why there is none."""
+        for tensor in tensors:
+            legal_rows = np.flatnonzero(self.layouts.tensor == tensor)
+            rows = legal_rows[self.fits[legal_rows]]
+            if len(rows):
+                fastest = int(rows[np.argmin(self.step_s[rows])])
+                best = winner if winner.layout.tensor == tensor else self.plan(fastest)
+                slower = advice.step_s(best) / advice.step_s(winner) - 1.0
+                yield Scanned(tensor=tensor, plan=best, slower=slower, because=advice.difference(best, winner))
+            elif len(legal_rows):
+                smallest = int(legal_rows[np.argmin(self.peak[legal_rows])])
+                yield Scanned(tensor=tensor, plan=None, slower=np.inf, because=self.memory_sum(smallest))
+
+    def front(self) -> list[int]:
+        """Layouts that fit in rising order of time, each smaller than all before it."""
+        rows = np.flatnonzero(self.fits)
+        order = rows[np.lexsort((self.peak[rows], self.step_s[rows]))]
+        least = np.minimum.accumulate(self.peak[order])
+        kept: list[int] = order[np.concatenate(([True], least[1:] < least[:-1]))].tolist()
+        return kept
+
+    def memory_sum(self, row: int) -> str:
+        """What fills the fullest rank of candidate `row`."""
+        return describe.memory_sum(*self.place(row), self.task.cluster.device.memory_bytes)
+
+    def too_large(self) -> Rejection:
+        """The fastest layout that does not fit (the smallest, when none does), its sum, and the nearest that does."""
+        over = np.flatnonzero(~self.fits)
+        row = int(over[np.argmin(self.step_s[over])]) if self.fits.any() else int(np.argmin(self.peak))
+        instead = ""
+        if self.fits.any():
+            instead = describe.nearest_change(self.layouts, row, np.flatnonzero(self.fits), self.step_s)
+        return Rejection(
+            reason="does not fit into memory",
+            count=len(over),
+            example=self.layouts.layout(row),
+            detail=self.memory_sum(row),
+            instead=instead,
+        )
 
 
-def _illegal(
-    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candidates, reason: str, rows: Array
-) -> Rejection:
-    """Legality's own words for the first layout that breaks the rule."""
-    example = layouts.layout(int(rows[0]))
-    found = problems(model, job, cluster, example) or engine_problems(example)
-    detail = found[0].what if found else reason
-    instead = found[0].instead if found else ""
-    return Rejection(reason=reason, count=len(rows), example=example, detail=detail, instead=instead)
+def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:
+    """All candidates, the legal ones, and the rest by the first rule that each breaks."""
+    everything = enumerate_all(task.model, task.job, task.cluster.num_devices, task.runner.space, task.given)
+    rules = legal.illegal(task.model, task.job, task.cluster, everything)
+    if task.runner.name == OURS:
+        rules["what the trainer cannot run"] = legal.cannot_run(everything)
+    broken, rejected = np.zeros(len(everything), dtype=bool), []
+    for reason, mask in rules.items():
+        fresh = np.flatnonzero(mask & ~broken)
+        if len(fresh):
+            example = everything.layout(int(fresh[0]))
+            found = problems(task.model, task.job, task.cluster, example) or engine_problems(example)
+            detail, instead = (found[0].what, found[0].instead) if found else (reason, "")
+            rejected.append(Rejection(reason=reason, count=len(fresh), example=example, detail=detail, instead=instead))
+        broken |= mask
+    return everything, everything.take(~broken), rejected
 
 
-def _nothing_legal(
-    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, rejected: list[Rejection], given: Mapping[str, Any]
-) -> list[Problem]:
+def _nothing_legal(task: Task, rejected: list[Rejection]) -> list[Problem]:
     """What to say when no layout is legal."""
     if rejected:
         return [Problem(what=entry.detail, where="layout", instead=entry.instead) for entry in rejected]
-    kept = ", ".join(f"{key} = {value}" for key, value in given.items()) or "nothing"
-    what = f"no layout of {cluster.num_devices} devices keeps {kept}"
+    kept = ", ".join(f"{key} = {value}" for key, value in task.given.items()) or "nothing"
+    what = f"no layout of {task.cluster.num_devices} devices keeps {kept}"
     return [Problem(what=what, where="layout", instead="axis sizes whose product divides the number of devices")]
 
 
-def _too_large(
-    cluster: ClusterSpec, layouts: Candidates, groups: list[Group], peak: Array, step_s: Array, fits: Array
-) -> Rejection:
-    """The fastest layout that does not fit (the smallest, when none does), its sum, and the nearest one that does."""
-    over = np.flatnonzero(~fits)
-    row = int(over[np.argmin(step_s[over])]) if fits.any() else int(np.argmin(peak))
-    group, index = _place(groups, row)
-    instead = describe.nearest_change(layouts, row, np.flatnonzero(fits), step_s) if fits.any() else ""
-    return Rejection(
-        reason="does not fit into memory",
-        count=len(over),
-        example=layouts.layout(row),
-        detail=describe.memory_sum(group, index, cluster.device.memory_bytes),
-        instead=instead or advice.smaller(layouts.layout(row)),
-    )
+def _larger(task: Task, priced: _Priced) -> str:
+    """The least change with which some layout fits, tried: more nodes, a shorter sequence; else what is left to try."""
+    found = []
+    for times in (2, 4, 8, 16, 32, 64):
+        nodes = task.cluster.num_nodes * times
+        if _some_fit(replace(task, cluster=replace(task.cluster, num_nodes=nodes))):
+            found.append(f"cluster.num_nodes = {nodes}")
+            break
+    for parts in (2, 4, 8, 16):
+        seq_len = task.job.seq_len // parts
+        if seq_len and _some_fit(replace(task, job=replace(task.job, seq_len=seq_len))):
+            found.append(f"job.seq_len = {seq_len}")
+            break
+    if task.given:
+        found.append("fewer keys under [layout]")
+    return ", or ".join(found) or advice.smaller(priced.layouts.layout(int(np.argmin(priced.peak))))
+
+
+def _some_fit(task: Task) -> bool:
+    """Whether any layout of a changed task fits."""
+    _, layouts, _ = _legal(task)
+    return len(layouts) > 0 and bool(_Priced(task, layouts).fits.any())

@@ -15,7 +15,7 @@ from phalanx.plan.legality import SPLIT_BACKWARD
 from phalanx.plan.schedule import Action, Transfer, placement, schedule
 from phalanx.plan.walk import Walk, walk
 from phalanx.planner.candidates import Array
-from phalanx.planner.costs import OVERLAP_TAX, Costs
+from phalanx.planner.costs import Costs
 from phalanx.planner.data_axis import Gathers
 from phalanx.planner.engine import Engine
 
@@ -44,8 +44,8 @@ def stage_times(costs: Costs, layers: Array, gathers: Gathers, transfer_s: Array
         parts = np.asarray(layer)[:, None] * layers + np.asarray(embedding)[:, None] * first
         return np.asarray(parts + np.asarray(head)[:, None] * last)
 
-    layer_forward = np.maximum(costs.layer_forward.total_s + OVERLAP_TAX * gathers.forward_s, gathers.forward_s)
-    layer_backward = np.maximum(costs.layer_backward.total_s + OVERLAP_TAX * gathers.backward_s, gathers.backward_s)
+    layer_forward = np.maximum(costs.layer_forward.total_s + gathers.tax * gathers.forward_s, gathers.forward_s)
+    layer_backward = np.maximum(costs.layer_backward.total_s + gathers.tax * gathers.backward_s, gathers.backward_s)
     forward = stage(layer_forward, costs.embedding_forward.total_s, costs.head_forward.total_s)
     backward = stage(layer_backward, costs.embedding_backward.total_s, costs.head_backward.total_s)
     weight = stage(costs.layer_weight_s, costs.embedding_backward.total_s, 0.0 * transfer_s)

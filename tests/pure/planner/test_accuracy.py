@@ -1,0 +1,109 @@
+"""The accuracy harness: reads the published format, counts what it cannot use, prints stable keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.planner.engine import profiles
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+ROW: dict[str, Any] = {
+    "id": "one",
+    "source_id": "somewhere",
+    "gpu": "A100-80G-SXM",
+    "gpus_per_node": 8,
+    "n_gpus": 8,
+    "model": "GPT-1B",
+    "arch": "gpt",
+    "layers": 12,
+    "hidden": 2048,
+    "heads": 16,
+    "ffn": 8192,
+    "vocab": 51200,
+    "seq_len": 2048,
+    "tp": 2,
+    "pp": 1,
+    "dp": 4,
+    "micro_batch": 4,
+    "global_batch": 64,
+    "zero": 0,
+    "recompute": "full",
+    "precision": "fp16",
+    "framework": "Megatron-LM",
+    "quality": "ok",
+    "measured": {"step_time_s": 1.7, "memory_gib": 20.0},
+}
+
+
+def rows() -> list[dict[str, Any]]:
+    """One good row per micro-batch, and one of each kind that cannot be used."""
+    good = [
+        ROW | {"id": f"b{b}", "micro_batch": b, "measured": {"step_time_s": 2.0 - b / 10}} for b in (1, 2, 4, 8, 16)
+    ]
+    return [
+        ROW,
+        *good,
+        {key: value for key, value in ROW.items() if key != "tp"},
+        ROW | {"gpu": "Abacus-1"},
+        ROW | {"dp": 3},
+        ROW | {"precision": "fp32", "framework": "DeepSpeed", "gpu": "B200"},
+        ROW | {"measured": {}, "ok": False, "micro_batch": 16, "recompute": "none", "seq_len": 16384},
+        ROW | {"quality": "slow_outlier", "measured": {"tokens_per_s_per_gpu": 1000.0}},
+    ]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("published") / "rows.json"
+    path.write_text(json.dumps(rows()))
+    command = [sys.executable, str(BENCHMARKS / "planner_accuracy.py"), str(path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def test_overall_has_its_keys(result: dict[str, Any]) -> None:
+    assert {"num_rows", "median_abs_error", "p90_abs_error", "bias"} <= set(result["overall"])
+    assert result["overall"]["num_rows"] == 7
+    assert set(result["sources"]) == {"somewhere"}
+    assert {"overall", "sources", "ranking", "memory", "did_not_fit"} <= set(result)
+
+
+def test_what_cannot_be_used_is_counted(result: dict[str, Any]) -> None:
+    assert result["skipped"] == {
+        "no tp": 1,
+        "no figures for device Abacus-1": 1,
+        "axis sizes do not give the number of devices": 1,
+    }
+
+
+def test_other_qualities_are_scored_apart(result: dict[str, Any]) -> None:
+    assert result["not_scored"]["somewhere:slow_outlier"]["num_rows"] == 1
+
+
+def test_layouts_that_did_not_fit_are_caught(result: dict[str, Any]) -> None:
+    assert (result["did_not_fit"]["num_failed"], result["did_not_fit"]["caught"]) == (1, 1.0)
+
+
+def test_layouts_of_one_model_are_ranked(result: dict[str, Any]) -> None:
+    assert result["ranking"]["somewhere"]["spearman"] > 0.5
+
+
+def test_calibration_rows_are_frozen() -> None:
+    """At most four rows per engine, from more than one source, fixed by hash; no other profile has a factor."""
+    table = json.loads((BENCHMARKS / "planner_calibration.json").read_text())
+    chosen = {name: entry["rows"] for name, entry in table["engines"].items()}
+    assert hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest() == table["sha256"]
+    assert all(len(ids) <= 4 and len(table["engines"][name]["sources"]) > 1 for name, ids in chosen.items())
+    for name, engine in profiles().items():
+        inherits = name in ("bigscience", "bigscience-bf16")
+        expected = table["engines"]["deepspeed-pipeline"]["factor"] if inherits or name in chosen else 1.0
+        assert engine.factor == expected, name
