@@ -106,6 +106,16 @@ def of(layouts: Sequence[Layout]) -> Candidates:
     )
 
 
+def distinct(*columns: Array) -> tuple[Array, Array]:
+    """Places of the first of each distinct combination of `columns` (whole numbers, not negative), and for every entry
+    which combination it has."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
+
+
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors in rising order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.plan import operations
 from phalanx.plan.operations import Block, Cut
 from phalanx.planner import compute, memory, network
-from phalanx.planner.candidates import Array, Candidates
+from phalanx.planner.candidates import Array, Candidates, distinct
 from phalanx.planner.engine import Engine
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
@@ -73,8 +73,8 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     columns = [layouts.tensor, layouts.context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute]
     if model.num_experts:
         columns.append(layouts.data)
-    _, first, inverse = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
-    return _priced(model, job, cluster, engine, layouts.take(first)).take(inverse.reshape(-1))
+    first, inverse = distinct(*columns)
+    return _priced(model, job, cluster, engine, layouts.take(first)).take(inverse)
 
 
 def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:

@@ -6,7 +6,7 @@ import numpy as np
 
 from phalanx.plan.legality import allowed_tensor_sizes, engine_problems
 from phalanx.plan.schedule import SCHEDULES
-from phalanx.planner.candidates import Array, Candidates
+from phalanx.planner.candidates import Array, Candidates, distinct
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -39,10 +39,11 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
 
 def cannot_run(layouts: Candidates) -> Array:
     """Which layouts the trainer cannot run, by the door that knows: asked once for each combination of options."""
-    columns = (layouts.context > 1, layouts.zero, layouts.recompute, layouts.schedule, layouts.virtual_stages > 1)
-    _, first, inverse = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+    first, inverse = distinct(
+        layouts.context > 1, layouts.zero, layouts.recompute, layouts.schedule, layouts.virtual_stages > 1
+    )
     refused = np.array([bool(engine_problems(layouts.layout(int(i)))) for i in first], dtype=bool)
-    return refused[inverse.reshape(-1)]
+    return refused[inverse]
 
 
 def _virtual_stages(layouts: Candidates) -> tuple[Array, Array]:

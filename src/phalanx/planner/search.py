@@ -183,8 +183,8 @@ class _Priced:
             rows = legal_rows[self.fits[legal_rows]]
             if len(rows):
                 fastest = int(rows[np.argmin(self.step_s[rows])])
-                best = winner if winner.layout.tensor == tensor else self.plan(fastest)
-                slower = advice.step_s(best) / advice.step_s(winner) - 1.0
+                best = winner if winner.layout.tensor == tensor else self.plan(fastest, self.bound_s(fastest))
+                slower = max(0.0, advice.step_s(best) / advice.step_s(winner) - 1.0)
                 yield Scanned(tensor=tensor, plan=best, slower=slower, because=advice.difference(best, winner))
             elif len(legal_rows):
                 smallest = int(legal_rows[np.argmin(self.peak[legal_rows])])
