@@ -86,7 +86,7 @@ def score(
             for group in estimate(first.model, first.job, first.cluster, runner, layouts):
                 step_s[group.rows] = group.step_s
                 peak[group.rows] = group.memory_bytes.max(1)
-                allocated[group.rows] = (group.memory_bytes - group.memory["overhead"]).max(1)
+                allocated[group.rows] = (group.memory_bytes - group.footprint.memory["overhead"]).max(1)
         except PhalanxError as error:
             if skipped is None:
                 raise

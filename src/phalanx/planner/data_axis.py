@@ -6,15 +6,17 @@ Arrays, one entry per layout and pipeline coordinate.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from phalanx.planner import compute, network
 from phalanx.planner.candidates import Array, Candidates
 from phalanx.planner.engine import Engine
-from phalanx.planner.memory import Held
 from phalanx.spec.cluster import ClusterSpec
+
+if TYPE_CHECKING:
+    from phalanx.planner.estimate import Footprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +57,14 @@ def tail(
     cluster: ClusterSpec,
     engine: Engine,
     precision: str,
-    layouts: Candidates,
-    held: Held,
-    num_layers: Array,
+    footprint: Footprint,
     num_micro_batches: Array,
     last_backward_s: Array,
     first_forward_s: Array,
 ) -> Tail:
-    """`num_layers` [coordinates]; `last_backward_s`, `first_forward_s`
-    [layouts, coordinates]: what the reduction, and the gather of new parameters, may hide behind."""
+    """`last_backward_s`, `first_forward_s` [layouts, coordinates]: what the reduction, and the gather of new
+    parameters, may hide behind."""
+    layouts, held, num_layers = footprint.layouts, footprint.held, footprint.layers.sum(0)
     shards = network.placements(cluster, layouts)["shards"]
     place = network.Placement(size=shards.size[:, None], per_node=shards.per_node[:, None])
     states, zero = engine.states_for(precision), layouts.zero[:, None]

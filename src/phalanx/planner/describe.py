@@ -10,7 +10,7 @@ from phalanx.plan.plan import Prediction
 from phalanx.planner.candidates import ARRAYS, RECOMPUTES, Array, Candidates
 from phalanx.planner.costs import Pass
 from phalanx.planner.engine import Engine
-from phalanx.planner.estimate import Group
+from phalanx.planner.estimate import Footprint, Group
 from phalanx.spec.job import JobSpec
 from phalanx.units import format_bytes
 
@@ -18,11 +18,11 @@ from phalanx.units import format_bytes
 def prediction(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: float) -> Prediction:
     """The Prediction of layout `index` of `group`; `pipeline_s` seconds of the pipeline, before the engine's factor."""
     step_s = engine.factor * (pipeline_s + float(group.tail_s[index]))
-    num_stages = group.held.elements.shape[1]
+    num_stages = group.footprint.held.elements.shape[1]
     memory = tuple(
         {
-            kind: int(np.broadcast_to(values, group.held.elements.shape)[index, stage])
-            for kind, values in group.memory.items()
+            kind: int(np.broadcast_to(values, group.footprint.held.elements.shape)[index, stage])
+            for kind, values in group.footprint.memory.items()
         }
         for stage in range(num_stages)
     )
@@ -45,15 +45,18 @@ def assumptions(engine: Engine) -> tuple[str, ...]:
 
 def by_kind(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: float) -> dict[str, float]:
     """Seconds of a step by kind, on the pipeline coordinate with most work; "pipeline" is its waiting."""
-    micro_batches = int(group.layouts.num_micro_batches(job.global_batch)[index])
-    work = (group.times.forward_s[index] + group.times.backward_s[index])[group.places].sum(0) * micro_batches
+    micro_batches = int(group.footprint.layouts.num_micro_batches(job.global_batch)[index])
+    work = (group.times.forward_s[index] + group.times.backward_s[index])[group.footprint.places].sum(0) * micro_batches
     at = int(np.argmax(work))
-    weights = {"layer": float(group.layers.sum(0)[at]), "embedding": float((group.places[:, at] == 0).any())}
-    weights["head"] = float((group.places[:, at] == group.places.max()).any())
+    weights = {
+        "layer": float(group.footprint.layers.sum(0)[at]),
+        "embedding": float((group.footprint.places[:, at] == 0).any()),
+    }
+    weights["head"] = float((group.footprint.places[:, at] == group.footprint.places.max()).any())
     kinds = dict.fromkeys(("compute", "recompute", "tensor"), 0.0)
     for block, weight in weights.items():
         for direction in ("forward", "backward"):
-            part: Pass = getattr(group.costs, f"{block}_{direction}")
+            part: Pass = getattr(group.footprint.costs, f"{block}_{direction}")
             for kind in kinds:
                 kinds[kind] += weight * micro_batches * _at(getattr(part, f"{kind}_s"), index)
     kinds["host and gathers"] = max(0.0, float(work[at]) - sum(kinds.values()))
@@ -68,12 +71,11 @@ def _at(values: Any, index: int) -> float:
     return float(values[index]) if np.ndim(values) else float(values)
 
 
-def memory_sum(group: Group, index: int, limit: int) -> str:
+def memory_sum(footprint: Footprint, index: int, limit: int) -> str:
     """As `stage 0 needs 93.1 GiB of 80.0 GiB: 41.2 optimizer, 33.0 …`."""
-    stage = int(np.argmax(group.memory_bytes[index]))
-    parts = {
-        kind: float(np.broadcast_to(v, group.held.elements.shape)[index, stage]) for kind, v in group.memory.items()
-    }
+    stage = int(np.argmax(footprint.memory_bytes[index]))
+    shape = footprint.held.elements.shape
+    parts = {kind: float(np.broadcast_to(v, shape)[index, stage]) for kind, v in footprint.memory.items()}
     listed = sorted(((size, kind) for kind, size in parts.items() if size > 0), reverse=True)
     words = ", ".join(f"{format_bytes(size)} {kind}" for size, kind in listed)
     return f"stage {stage} needs {format_bytes(sum(parts.values()))} of {format_bytes(limit)}: {words}"

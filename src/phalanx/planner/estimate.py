@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,30 +20,60 @@ TIME_KINDS = ("compute", "recompute", "tensor", "pipeline", "data", "optimizer",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Layouts that share pipeline size, schedule, virtual stages and copies of kv heads, fully priced.
+class Footprint:
+    """Layouts that share pipeline size, schedule, virtual stages and copies of kv heads, with what they need of memory.
 
-    `rows` are their places among all candidates, `places` [chunks, coordinates] their stages,
-    `memory` by kind is [layouts, coordinates]; `step_s` uses the bound on the pipeline's time.
+    `rows` are their places among all candidates, `places` [chunks, coordinates] their stages, `layers` (same shape)
+    the layers of each; `memory` by kind is [layouts, coordinates].
     """
 
     rows: Array
     layouts: Candidates
-    layers: Array
     places: Array
+    layers: Array
     costs: Costs
-    times: timeline.StageTimes
     held: memory.Held
     memory: dict[str, Array]
+
+    @property
+    def memory_bytes(self) -> Array:
+        """All kinds together, [layouts, coordinates]."""
+        return np.asarray(sum(self.memory.values()))
+
+    def take(self, index: Array) -> Footprint:
+        """Those at `index` (numbers or a mask)."""
+        shape = self.held.elements.shape
+        return Footprint(
+            rows=self.rows[index],
+            layouts=self.layouts.take(index),
+            places=self.places,
+            layers=self.layers,
+            costs=self.costs.take(index),
+            held=self.held.take(index),
+            memory={kind: np.broadcast_to(values, shape)[index] for kind, values in self.memory.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A footprint, fully priced; `step_s` uses the bound on the pipeline's time."""
+
+    footprint: Footprint
+    times: timeline.StageTimes
     pipeline_s: Array
     tail: data_axis.Tail
     tail_s: Array
     step_s: Array
 
     @property
+    def rows(self) -> Array:
+        """Places among all candidates."""
+        return self.footprint.rows
+
+    @property
     def memory_bytes(self) -> Array:
         """All kinds together, [layouts, coordinates]."""
-        return np.asarray(sum(self.memory.values()))
+        return self.footprint.memory_bytes
 
 
 def stage_layers(model: ModelSpec, seq_len: int, engine: Engine, layouts: Candidates) -> Array:
@@ -81,6 +111,14 @@ def estimate(
     model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates
 ) -> Iterator[Group]:
     """Price every layout, in groups. Layouts must be legal."""
+    for footprint in footprints(model, job, cluster, engine, layouts):
+        yield price(model, job, cluster, engine, footprint)
+
+
+def footprints(
+    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates
+) -> Iterator[Footprint]:
+    """Memory of every layout, in groups. Layouts must be legal."""
     if not len(layouts):
         return
     priced = costs(model, job, cluster, engine, layouts)
@@ -91,24 +129,29 @@ def estimate(
     keys = keys * (int(copies.max()) + 1) + copies
     order = np.argsort(keys, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
-        yield _group(model, job, cluster, engine, layouts.take(rows), priced.take(rows), rows)
+        yield _footprint(model, job, engine, layouts.take(rows), priced.take(rows), rows)
 
 
-def _group(
-    model: ModelSpec,
-    job: JobSpec,
-    cluster: ClusterSpec,
-    engine: Engine,
-    layouts: Candidates,
-    priced: Costs,
-    rows: Array,
-) -> Group:
-    pipeline, num_micro_batches = int(layouts.pipeline[0]), layouts.num_micro_batches(job.global_batch)
+def _footprint(
+    model: ModelSpec, job: JobSpec, engine: Engine, layouts: Candidates, priced: Costs, rows: Array
+) -> Footprint:
     name = layouts.schedules[int(layouts.schedule[0])]
-    places = timeline.stage_places(name, pipeline, int(layouts.virtual_stages[0]))
+    places = timeline.stage_places(name, int(layouts.pipeline[0]), int(layouts.virtual_stages[0]))
     per_stage = stage_layers(model, job.seq_len, engine, layouts)
     layers, ends = per_stage[places], (0, int(np.argmax((places == len(per_stage) - 1).any(0))))
     held = memory.held_elements(model, layouts, layers, ends)
+    counts = layouts.num_micro_batches(job.global_batch)
+    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, counts, ends)
+    return Footprint(rows=rows, layouts=layouts, places=places, layers=layers, costs=priced, held=held, memory=by_kind)
+
+
+def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, footprint: Footprint) -> Group:
+    """Seconds of every layout of one footprint."""
+    layouts, priced, places = footprint.layouts, footprint.costs, footprint.places
+    num_micro_batches = layouts.num_micro_batches(job.global_batch)
+    name = layouts.schedules[int(layouts.schedule[0])]
+    per_stage = np.empty(places.size, dtype=int)
+    per_stage[places] = footprint.layers
     links = network.placements(cluster, layouts)
     layer = memory.elements(model, layouts).layer
     gathers = data_axis.gathers(cluster, engine, job.precision, layouts, links["shards"], layer)
@@ -117,39 +160,17 @@ def _group(
     times = timeline.stage_times(priced, per_stage, gathers, transfer_s, engine)
     pipeline_s = timeline.bound(name, times, places, num_micro_batches)
     forward_s, backward_s = times.forward_s[:, places], times.backward_s[:, places]
-    tail = data_axis.tail(
-        cluster,
-        engine,
-        job.precision,
-        layouts,
-        held,
-        layers.sum(0),
-        num_micro_batches,
-        backward_s.sum(1),
-        forward_s.sum(1),
-    )
+    windows = (backward_s.sum(1), forward_s.sum(1))
+    tail = data_axis.tail(cluster, engine, job.precision, footprint, num_micro_batches, *windows)
     # A later coordinate ends its last backward earlier than the first: that much of its tail costs nothing.
-    slack = np.cumsum(backward_s[:, 0], 1) - backward_s[:, 0] + np.arange(pipeline) * times.transfer_s[:, None]
+    hops = np.arange(places.shape[1]) * times.transfer_s[:, None]
+    slack = np.cumsum(backward_s[:, 0], 1) - backward_s[:, 0] + hops
     tail_s = np.maximum(0.0, (tail.exposed_s + tail.optimizer_s - slack).max(1)) + engine.host_step_s
     return Group(
-        rows=rows,
-        layouts=layouts,
-        layers=layers,
-        places=places,
-        costs=priced,
+        footprint=footprint,
         times=times,
-        held=held,
-        memory=memory.memory(engine, job.precision, layouts, held, priced, layers, num_micro_batches, ends),
         pipeline_s=pipeline_s,
         tail=tail,
         tail_s=tail_s,
         step_s=engine.factor * (pipeline_s + tail_s),
     )
-
-
-def in_order(groups: list[Group], get: Callable[[Group], Array], size: int) -> Array:
-    """One value per layout, in the order of the candidates."""
-    result = np.empty(size)
-    for group in groups:
-        result[group.rows] = get(group)
-    return result

@@ -145,6 +145,10 @@ class Held:
     experts: Array
     shard: Array
 
+    def take(self, index: Array) -> Held:
+        """The layouts at `index`."""
+        return Held(elements=self.elements[index], experts=self.experts[index], shard=self.shard[index])
+
 
 def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tuple[int, int]) -> Held:
     """What each coordinate holds; `ends` hold the embedding and the head."""

@@ -14,7 +14,7 @@ from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate
 from phalanx.planner.explain import explain
 from phalanx.planner.search import Search
-from phalanx.planner.summary import COLUMNS, cells, summaries, summary
+from phalanx.planner.summary import COLUMNS, cells, summaries, summary, whole_run
 from phalanx.units import format_bytes, format_seconds
 from phalanx.watch.drawing import svg
 
@@ -23,8 +23,10 @@ WIDTH, ROW = 720, 22
 MOST_NODES, MOST_STAGES = 32, 16
 """What is drawn at most; the rest repeats."""
 
-STYLE = "body{font:14px sans-serif;max-width:1000px;margin:2em auto}td,th{padding:.2em .7em;text-align:right}"
-STYLE += "td:first-child,th:first-child{text-align:left}pre{overflow:auto;background:#f4f4f4;padding:1em}"
+STYLE = "body{font:14px sans-serif;max-width:1000px;margin:2em auto}td,th{padding:.2em .7em;text-align:right;white-space:nowrap}"
+STYLE += (
+    "td:first-child,th:first-child{text-align:left;white-space:normal}pre{overflow:auto;background:#f4f4f4;padding:1em}"
+)
 
 
 def page(found: Search) -> str:
@@ -35,7 +37,7 @@ def page(found: Search) -> str:
     stages = {f"rank {i}": stage for i, stage in enumerate(best.prediction.memory_bytes)}
     sections = (
         ("Layouts", _table(found)),
-        ("Why the first", "".join(f"<p>{escape(text)}</p>" for text in found.reasons)),
+        ("Why the first", "".join(f"<p>{escape(text)}</p>" for text in (*found.reasons, whole_run(best)))),
         ("Time of a step", _bars({str(plan.layout): _kinds(plan) for plan in found.plans}, format_seconds)),
         ("Memory by pipeline rank", _bars(stages, format_bytes, limit=best.cluster.device.memory_bytes)),
         ("Formation", _formation(best)),
@@ -111,7 +113,9 @@ def _formation(plan: Plan) -> str:
         if place == 0:
             parts.append(_text(0, y + 15, f"node {node}"))
     left_out = -(-layout.num_ranks // per_node) - nodes
-    note = f"<p>and {left_out} more nodes</p>" if left_out else ""
+    note = "<p>colour: pipeline rank; number: tensor rank</p>" + (
+        f"<p>and {left_out} more nodes</p>" if left_out else ""
+    )
     return _drawing(80 + 26 * per_node, 24 * nodes, parts) + note
 
 
@@ -133,7 +137,8 @@ def _front(plans: Sequence[Plan]) -> str:
     """Every layout that no other beats in both."""
     points = [(line.step_s, line.memory_bytes, line.layout) for line in map(summary, plans)]
     slowest, largest = max(p[0] for p in points), max(p[1] for p in points)
-    parts = [_text(0, 250, "time →"), _text(0, 12, "memory ↑")]
+    ends = f"to {format_seconds(slowest)}", f"to {format_bytes(largest)}"
+    parts = [_text(0, 256, f"time → {ends[0]}"), _text(0, 12, f"memory ↑ {ends[1]}")]
     for seconds, size, name in points:
         x, y = 60 + (WIDTH - 80) * seconds / slowest, 240 - 220 * size / largest
         title = f"{name}: {format_seconds(seconds)}, {format_bytes(size)}"

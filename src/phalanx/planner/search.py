@@ -19,7 +19,7 @@ from phalanx.planner import advice, describe, legal, timeline
 from phalanx.planner.advice import Scanned, reasons
 from phalanx.planner.candidates import Array, Candidates, enumerate_all, of
 from phalanx.planner.engine import OURS, Engine, engine, profiles
-from phalanx.planner.estimate import Group, estimate
+from phalanx.planner.estimate import Group, footprints, price
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -112,27 +112,35 @@ def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout
     if found:
         raise LayoutError(found)
     task = Task(model=model, job=job, cluster=cluster, runner=engine(engine_name), given={})
-    return _Priced(task, of([layout])).plan(0)
+    return _Priced(task, of([layout]), only_fitting=False).plan(0)
 
 
 class _Priced:
-    """Legal layouts and their cost: `step_s` by the bound, `peak` bytes of the fullest rank, whether that `fits`."""
+    """Legal layouts and their cost: `peak` bytes of the fullest rank, whether that `fits`, and, for those that do,
+    `step_s` by the bound."""
 
-    def __init__(self, task: Task, layouts: Candidates) -> None:
-        self.task, self.layouts = task, layouts
-        self.groups: list[Group] = list(estimate(task.model, task.job, task.cluster, task.runner, layouts))
-        self.group_of = np.empty(len(layouts), dtype=int)
-        self.index_of = np.empty(len(layouts), dtype=int)
-        self.peak, self.step_s = np.empty(len(layouts)), np.empty(len(layouts))
-        for number, group in enumerate(self.groups):
-            self.group_of[group.rows] = number
-            self.index_of[group.rows] = np.arange(len(group.rows))
-            self.peak[group.rows] = group.memory_bytes.max(1)
-            self.step_s[group.rows] = group.step_s
+    def __init__(self, task: Task, layouts: Candidates, *, only_fitting: bool = True) -> None:
+        self.task, self.layouts, self.groups = task, layouts, list[Group]()
+        self.group_of = np.zeros(len(layouts), dtype=int)
+        self.index_of = np.zeros(len(layouts), dtype=int)
+        self.peak, self.step_s = np.empty(len(layouts)), np.full(len(layouts), np.inf)
+        specs = (task.model, task.job, task.cluster, task.runner)
+        for footprint in footprints(*specs, layouts):
+            peak = footprint.memory_bytes.max(1)
+            self.peak[footprint.rows] = peak
+            keep = peak <= task.cluster.device.memory_bytes if only_fitting else np.ones(len(peak), dtype=bool)
+            if keep.any():
+                self._add(price(*specs, footprint.take(keep)))
         self.fits: Array = self.peak <= task.cluster.device.memory_bytes
 
+    def _add(self, group: Group) -> None:
+        self.group_of[group.rows] = len(self.groups)
+        self.index_of[group.rows] = np.arange(len(group.rows))
+        self.step_s[group.rows] = group.step_s
+        self.groups.append(group)
+
     def place(self, row: int) -> tuple[Group, int]:
-        """Which group holds candidate `row`, and where in it."""
+        """Which group holds candidate `row`, which must have been priced, and where in it."""
         return self.groups[self.group_of[row]], int(self.index_of[row])
 
     def bound_s(self, row: int) -> float:
@@ -200,12 +208,14 @@ class _Priced:
 
     def memory_sum(self, row: int) -> str:
         """What fills the fullest rank of candidate `row`."""
-        return describe.memory_sum(*self.place(row), self.task.cluster.device.memory_bytes)
+        task, alone = self.task, self.layouts.take(np.array([row]))
+        (footprint,) = footprints(task.model, task.job, task.cluster, task.runner, alone)
+        return describe.memory_sum(footprint, 0, task.cluster.device.memory_bytes)
 
     def too_large(self) -> Rejection:
-        """The fastest layout that does not fit (the smallest, when none does), its sum, and the nearest that does."""
+        """Those that do not fit: the smallest of them, its sum, and the nearest layout that does."""
         over = np.flatnonzero(~self.fits)
-        row = int(over[np.argmin(self.step_s[over])]) if self.fits.any() else int(np.argmin(self.peak))
+        row = int(over[np.argmin(self.peak[over])])
         instead = ""
         if self.fits.any():
             instead = describe.nearest_change(self.layouts, row, np.flatnonzero(self.fits), self.step_s)

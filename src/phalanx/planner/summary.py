@@ -69,8 +69,6 @@ COLUMNS = (
     "memory",
     "comm.",
     "bubble",
-    "days",
-    "device-hours",
 )
 
 
@@ -79,16 +77,28 @@ def cells(line: Summary) -> tuple[str, ...]:
     return (
         line.layout,
         format_seconds(line.step_s),
-        f"{format_seconds(line.low_s)}–{format_seconds(line.high_s)}",
+        _range(line.low_s, line.high_s),
         f"{line.tokens_per_s:,.0f}",
         f"{line.flops_per_s_per_device / 1e12:,.3g}",
         f"{line.mfu:.1%}",
         format_bytes(line.memory_bytes),
         f"{line.communication:.1%}",
         f"{line.bubble:.1%}",
-        f"{line.days:.3g}",
-        f"{line.device_hours:,.3g}",
     )
+
+
+def _range(low_s: float, high_s: float) -> str:
+    """As `7.13–8.75 s`, with one unit where both have the same."""
+    low, high = format_seconds(low_s), format_seconds(high_s)
+    number, unit = low.split(" ")
+    return f"{number}–{high}" if high.endswith(f" {unit}") else f"{low}–{high}"
+
+
+def whole_run(plan: Plan) -> str:
+    """What all steps of the job cost with this plan, as text."""
+    line = summary(plan)
+    hours = f", {line.device_hours:,.0f} device-hours" if line.device_hours >= 1 else ""
+    return f"all {plan.job.num_steps:,} steps take {format_seconds(line.days * 86400)}{hours}"
 
 
 def summaries(found: Search) -> tuple[Summary, ...]:
@@ -100,7 +110,7 @@ def summaries(found: Search) -> tuple[Summary, ...]:
 def rejections(found: Search) -> tuple[str, ...]:
     """Why the others are out, as text."""
     return tuple(
-        f"{entry.count} rejected: {entry.reason}\n    {entry.example}: {entry.detail}\n    → {entry.instead}"
+        f"{entry.count:,} rejected: {entry.reason}\n    {entry.example}: {entry.detail}\n    → {entry.instead}"
         for entry in found.rejected
     )
 
