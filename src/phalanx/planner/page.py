@@ -23,9 +23,11 @@ WIDTH, ROW = 720, 22
 MOST_NODES, MOST_STAGES = 32, 16
 """What is drawn at most; the rest repeats."""
 
-STYLE = "body{font:14px sans-serif;max-width:1000px;margin:2em auto}td,th{padding:.2em .7em;text-align:right;white-space:nowrap}"
-STYLE += (
-    "td:first-child,th:first-child{text-align:left;white-space:normal}pre{overflow:auto;background:#f4f4f4;padding:1em}"
+STYLE = (
+    "body{font:14px sans-serif;max-width:1000px;margin:2em auto}"
+    "td,th{padding:.2em .7em;text-align:right;white-space:nowrap}"
+    "td:first-child,th:first-child{text-align:left;white-space:normal}"
+    "pre{overflow:auto;background:#f4f4f4;padding:1em}"
 )
 
 
