@@ -247,7 +247,7 @@ class Neighbours:
             self.memory[rank, key] = (descriptors[0], rest[_KEY.size :])
             return
         if kind == _GIVING_UP:
-            self._broken = self._broken or rest.decode()
+            self._broken = self._broken or rest.decode(errors="replace")
             return
         self._poll.unregister(sock)
         if kind == _LEAVING:
@@ -260,7 +260,7 @@ class Neighbours:
         if not self._broken:
             self._broken = reason
             for sock in self._sockets.values():
-                _say(sock, _GIVING_UP + reason.encode())
+                _say(sock, _GIVING_UP + reason.encode()[: _PACKET_BYTES - 1])
 
     def _connect(self, names: Mapping[int, str], listener: Listener, timeout_s: float) -> None:
         """Connect to all lower ranks, accept all higher ones, and exchange bells."""

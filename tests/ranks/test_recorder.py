@@ -1,0 +1,43 @@
+"""What a rank counts, and that its ring file follows it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from phalanx.plan.comm import Group
+from phalanx.trainer.recorder import Recorder
+from phalanx.watch.events import RingWriter, read_ring
+
+GROUP = Group(name="data", ranks=(0, 2))
+
+
+def test_counts_until_it_is_reset() -> None:
+    recorder = Recorder()
+    site = recorder.site(GROUP, "all_reduce", "gradients", "sum", "float32")
+    for sequence in (1, 2):
+        recorder.end(recorder.begin(site, sequence, 400))
+    recorder.spent("data", time.perf_counter() - 1)
+    assert recorder.messages == {("data", "gradients", "all_reduce"): [2, 800]}
+    assert recorder.seconds["data"] >= 1
+    recorder.reset()
+    assert recorder.messages == recorder.seconds == {}
+    recorder.begin(site, 3, 400)
+    assert recorder.messages == {("data", "gradients", "all_reduce"): [1, 400]}
+
+
+def test_the_ring_file_follows(tmp_path: Path) -> None:
+    ring = RingWriter(tmp_path / "0.ring", rank=0)
+    recorder = Recorder(ring)
+    recorder.step, recorder.micro_batch, recorder.phase = 5, 2, "backward"
+    assert recorder.place == "step 5, micro-batch 2, backward"
+    state = read_ring(ring.path)
+    assert (state.step, state.micro_batch, state.phase) == (5, 2, "backward")
+    number = recorder.begin(recorder.site(GROUP, "recv", "activations"), 7, 0, peer=2, channel=1)
+    recorder.wait(number)
+    waiting = read_ring(ring.path).waiting
+    assert (waiting.operation, waiting.sequence, waiting.peer, waiting.channel) == ("recv", 7, 2, 1)
+    assert (waiting.group, waiting.members, waiting.step) == ("data", (0, 2), 5)
+    recorder.end(number)
+    assert read_ring(ring.path).waiting is None
+    ring.close()
