@@ -1,4 +1,5 @@
-"""Every layout against one process: the same loss, the same norm, the same gradient of every parameter, in float64.
+"""Every layout against one process: the same loss, the same norm, the same gradient of every parameter, in float64; and
+every message that a step sends against what `plan.traffic` claims.
 
 Gradients are compared as the optimizer gets them, with several micro-batches, unequal numbers of supervised tokens and
 clipping off: AdamW hides a wrong scale.
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers import run_worlds
 from matrix import UNUSUAL, layouts, models
+from messages import claimed, counted
 from single import batch, collect, solo_engine
 from tiny import STYLES, tiny_model, tiny_plan
 from torch import Tensor
@@ -76,7 +78,8 @@ def padding(buffers: tuple[FlatBuffer, ...]) -> float:
 
 
 def on_rank(world: World, plan: Plan) -> dict[str, Any]:
-    return train(Engine(plan, world.coord, world.comm, world.device))
+    engine = Engine(plan, world.coord, world.comm, world.device)
+    return {**train(engine), "messages": counted(engine, world)}
 
 
 @functools.cache
@@ -96,6 +99,7 @@ def compare(plan: Plan) -> None:
         assert result["losses"] == pytest.approx(losses, rel=TOLERANCE), f"loss on rank {rank}"
         assert result["norms"] == pytest.approx(norms, rel=TOLERANCE), f"norm on rank {rank}"
         assert result["buffers"] == 0.0, f"padding on rank {rank}"
+        assert result["messages"] == claimed(plan, plan.layout.coord(rank)), f"messages of rank {rank}"
         for name, box, value in result["gradients"]:
             whole = gradients[name]
             expected = whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]

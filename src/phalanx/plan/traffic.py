@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.comm import Operation
-from phalanx.plan.groups import kv_copies
+from phalanx.plan.groups import head_copies_embedding, kv_copies
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, schedule
@@ -127,7 +127,7 @@ class _Traffic:
 
     def _tied(self) -> Iterator[Message]:
         """Both holders of a tied embedding add their gradients; their parts have equal sizes."""
-        if not self.plan.model.tied or self.plan.layout.pipeline == 1:
+        if not head_copies_embedding(self.plan.model, self.plan.layout):
             return
         layout = self.plan.layout
         holds_copy = self._slice_elements("tied")
