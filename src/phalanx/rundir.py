@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,10 +38,11 @@ class RunDir:
     @classmethod
     def default(cls, name: str, base: Path = Path("runs")) -> RunDir:
         """A new folder `base/<name>-<date>-<time>`, created here and thus ours even if another run starts this second.
+        What of `name` is no letter, digit, "." or "_" becomes "-", so that it is one folder and that in `base`.
 
         Raises InputError if `base` cannot be written to.
         """
-        stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        stem = f"{file_name(name)}-{datetime.now():%Y%m%d-%H%M%S}"
         number = 1
         while True:
             path = base / (stem if number == 1 else f"{stem}-{number}")
@@ -165,6 +167,11 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint taken after `step` steps."""
         return self.checkpoints / f"step-{step:06d}"
+
+
+def file_name(name: str) -> str:
+    """`name` as one part of a path."""
+    return re.sub(r"[^\w.]+", "-", name).strip(".-") or "run"
 
 
 def write_whole(path: Path, text: str) -> None:

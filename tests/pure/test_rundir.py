@@ -19,6 +19,23 @@ def test_default_folders_of_the_same_second_differ(tmp_path: Path):
     assert all(folder.is_dir() and folder.name.startswith("tiny-2") for folder in folders)
 
 
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("qwen2.5-0.5b", "qwen2.5-0.5b"),
+        ("meta-llama/Llama 3", "meta-llama-Llama-3"),
+        ("../../etc", "etc"),
+        ("a\nb [red]\0", "a-b-red"),
+        ("/", "run"),
+        ("", "run"),
+    ],
+)
+def test_default_folder_is_one_folder_in_its_base_whatever_the_name(tmp_path: Path, name: str, folder: str):
+    made = RunDir.default(name, tmp_path).path
+    assert made.parent == tmp_path
+    assert made.name.startswith(f"{folder}-2")
+
+
 def test_names_of_files(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     assert run_dir.log(3) == tmp_path / "logs" / "rank-00003.log"

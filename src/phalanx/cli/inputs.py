@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,16 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE.KEY=VALUE",
         help="override a key of the run file; may be repeated",
     )
+
+
+@contextlib.contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """What is written in here goes to `path`, which `option` named: if that fails, it is wrong input."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: "/", or a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot write {path}: {reason}", where=option) from error
 
 
 def plan_of(path: Path, overrides: Sequence[str], launched: Launched | None = None) -> Plan:

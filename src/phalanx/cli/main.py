@@ -11,6 +11,7 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import io
 import os
 import signal
 import sys
@@ -62,6 +63,7 @@ def nearest(word: str, known: Iterable[str], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    _ready_streams()
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
     except PhalanxError as error:
@@ -78,6 +80,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 (told in one line, kept in full)
         sys.stderr.write(f"phalanx: an error of ours: {type(error).__name__}: {error}; details in {_log(error)}\n")
         return 3
+
+
+def _ready_streams() -> None:
+    """Where a standard stream is closed, open nothing in its place, so that no file of ours gets its number; and write
+    what the terminal's encoding lacks in escapes."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, number)
+            if nothing != number:
+                os.close(nothing)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 (open to the end)
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: Sequence[str]) -> int:

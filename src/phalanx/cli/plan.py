@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli.inputs import add_run, ranked
+from phalanx.cli.inputs import add_run, ranked, writing
 from phalanx.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,9 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(found)
     if arguments.html:
-        arguments.html.write_text(page(found), encoding="utf-8")
+        with writing(arguments.html, "--html"):
+            arguments.html.write_text(page(found), encoding="utf-8")
     if arguments.output:
-        found.plans[0].write(arguments.output)
+        with writing(arguments.output, "--output"):
+            found.plans[0].write(arguments.output)
     return 0
 
 

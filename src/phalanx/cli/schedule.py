@@ -28,17 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Walk the schedule and draw it."""
-    from phalanx.errors import InputError
+    from phalanx.cli.inputs import writing
     from phalanx.plan.walk import walk
     from phalanx.watch.drawing import svg
 
     made = _schedule(arguments)
     times = walk(made)
     if arguments.svg:
-        try:
+        with writing(arguments.svg, "--svg"):
             arguments.svg.write_text(svg(made, times), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {arguments.svg}: {error.strerror}", where="--svg") from None
     if arguments.json:
         peaks = [made.peak_live(coordinate) for coordinate in range(made.pipeline)]
         content = {**asdict(made), **asdict(times), "bubble": times.bubble, "peak_live": peaks}

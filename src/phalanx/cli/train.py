@@ -14,7 +14,7 @@ from phalanx.errors import InputError
 from phalanx.launch import environment, local
 from phalanx.launch.port import listen
 from phalanx.plan.plan import Plan
-from phalanx.rundir import RunDir
+from phalanx.rundir import RunDir, file_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
     """Be one of the ranks that torchrun or srun started. What is wrong on all of them is said once per node."""
     try:
         plan = _plan(arguments, launched)
-        folder = arguments.run_dir or Path("runs") / environment.run_name(launched, plan.model.name)
+        folder = arguments.run_dir or Path("runs") / environment.run_name(launched, file_name(plan.model.name))
         if launched.port:
             listen(launched.port).close()  # is it free?
     except InputError as error:

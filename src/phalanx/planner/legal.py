@@ -21,14 +21,16 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
     fewest, most = _virtual_stages(layouts)
     stages = layouts.num_stages
     layers = layouts.stage_layers
-    uneven = stages > model.num_layers if layers is None else stages != len(layers)
+    uneven = (
+        stages > model.num_layers if layers is None else (stages != len(layers)) | (sum(layers) != model.num_layers)
+    )
     too_long = model.positions == "learned" and job.seq_len > model.max_seq_len
     return {
         "tensor does not divide heads, feed-forward or vocabulary": ~np.isin(tensor, allowed_tensor_sizes(model)),
         "tensor group does not stay inside a node": (tensor > per_node)
         | ((per_node % tensor > 0) & (ranks > per_node)),
         "context × tensor does not divide the sequence": (job.seq_len % cut > 0) | too_long,
-        "more stages than layers": uneven,
+        "stages that the layers do not fill": uneven,
         "virtual stages that the schedule does not run": (layouts.virtual_stages < fewest)
         | (layouts.virtual_stages > most),
         "micro-batch × data does not divide the global batch": job.global_batch % (layouts.micro_batch * layouts.data)

@@ -109,7 +109,7 @@ def build(check: Checker, table: Mapping[str, Any], key: Key, seq_len: int | Non
     """
     before = len(check.problems)
     style = table.get("style", "llama")
-    if style not in STYLES:
+    if not isinstance(style, str) or style not in STYLES:
         check.problem((*key, "style"), f"unknown style {json.dumps(style, default=str)}", suggest(str(style), STYLES))
         return None
     given = {name: value for name, value in table.items() if name not in ("style", "hf")}

@@ -70,6 +70,6 @@ class Console:
 
 
 def _show(text: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody listens any more: no reason to stop a run
+    with contextlib.suppress(OSError):  # nobody listens any more, or a disk is full: no reason to stop a run
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()

@@ -97,6 +97,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("train run.toml --set data.text=*.txt", ["data.path", "data.text"]),
         ("train run.toml --run-dir run.toml", ["cannot write the run folder run.toml"]),
         ("plan run.toml --top 0", ["--top"]),
+        ("plan run.toml --html no/such/folder/a.html", ["--html: cannot write no/such/folder/a.html", "No such file"]),
+        ("plan run.toml -o no/such/folder/a.json", ["--output: cannot write no/such/folder/a.json"]),
+        ("plan run.toml -o /", ["--output: cannot write /"]),
+        ("plan run.toml --set layout.stage_layers=[1]", ["stage_layers", "sum to 1", "4 layers"]),
     ],
 )
 def test_wrong_input_is_refused_in_words(capsys: pytest.CaptureFixture[str], arguments: str, words: list[str]):
@@ -237,9 +241,11 @@ def test_neither_torch_nor_numpy_is_loaded_for_help():
     assert "'numpy'" not in result.stdout
 
 
+DRAW = "import sys; from phalanx.cli.main import main; sys.exit(main(['schedule', 'show', *sys.argv[1:]]))"
+
+
 def test_reader_that_has_seen_enough_is_no_error():
-    program = "import sys; from phalanx.cli.main import main; sys.exit(main(['schedule', 'show'] + sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "--pipeline", "64", "--micro-batches", "512", "--json"]
+    command = [sys.executable, "-c", DRAW, "--pipeline", "64", "--micro-batches", "512", "--json"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None
@@ -248,3 +254,19 @@ def test_reader_that_has_seen_enough_is_no_error():
         process.stdout.close()
         assert process.wait() == 141
         assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error_and_no_file_takes_their_numbers(closed: str, tmp_path: Path):
+    drawing = tmp_path / "a.svg"
+    show = [sys.executable, "-c", DRAW, "--pipeline", "2", "--micro-batches", "2", "--svg", str(drawing)]
+    subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *show], check=True, stdout=subprocess.DEVNULL)
+    text = drawing.read_text()
+    assert text.startswith("<svg") and text.rstrip().endswith("</svg>")
+
+
+def test_what_the_terminal_cannot_show_is_written_in_escapes():
+    program = "import sys; from phalanx.cli.main import main; sys.exit(main(['--help']))"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=ascii_only)
+    assert b"usage: phalanx COMMAND \\u2026" in result.stdout

@@ -105,6 +105,7 @@ TABLE = [
     ('name = "tiny"', 'name = "tiny"\nhead_dim = 15', 3, "head_dim = 15 is odd", "rotary"),
     ('name = "tiny"', 'name = "gpt2"\nstyle = "llama"', 3, "model.style", "leave it out"),
     ('name = "tiny"', 'style = "lama"\nhidden = 8', 2, 'unknown style "lama"', "did you mean llama?"),
+    ('name = "tiny"', 'style = ["llama"]\nhidden = 8', 2, 'unknown style ["llama"]', "llama, gpt2"),
     ('name = "tiny"\n', 'name = "tiny-gpt2"\nmax_seq_len = 16\n', 8, "seq_len = 32", "16 learned positions"),
     (
         'name = "tiny"',
