@@ -80,7 +80,8 @@ class Kernels:
 
     `attention`: "flash" never stores scores, "math" does. `selective`: what selective recompute makes again: the
     attention "core" (Korthikanti et al., section 5), or what is "cheap": norms, activation, inputs of linear layers.
-    `keep_gathered`: linear layers keep the gathered input under sequence parallelism, instead of gathering it again.
+    `keep_gathered`: share of linear layers that keep their gathered input under sequence parallelism, instead of
+    gathering it again.
     `masks`: what is kept of a dropout mask: nothing, a "byte" per element, or its "factor" in compute precision.
     `extra_rows`: hidden-wide tensors per layer that unfused code keeps beyond the list (norms written out keep widened
     inputs: formulas.md, section 3). `fused_sum`: whether matrix products add weight gradients to their sum (of
@@ -90,7 +91,7 @@ class Kernels:
 
     attention: Literal["flash", "math"] = "flash"
     selective: Literal["core", "cheap"] = "core"
-    keep_gathered: bool = False
+    keep_gathered: float = 0.0
     masks: Literal["none", "byte", "factor"] = "none"
     extra_rows: int = 0
     gradient_bytes: int = 4
@@ -301,7 +302,7 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """One transformer layer: norm, attention, residual, norm, feed-forward, residual."""
     e, cheap = cut.element, kernels.selective == "cheap"
     core = attention(cut, kernels, model.attention_dropout > 0)
-    linear_input = (cut.tokens if kernels.keep_gathered else cut.rows) * cut.hidden * e
+    linear_input = (cut.rows + (cut.tokens - cut.rows) * kernels.keep_gathered) * cut.hidden * e
     copied = np.where(cut.kv_copied, 1, 0) if np.ndim(cut.kv_copied) else int(cut.kv_copied)
     own_kv = 2 * cut.kv * (1 - copied)
     rotary = cut.tokens * (cut.q + cut.kv) * e if model.positions == "rope" else 0 * cut.tokens

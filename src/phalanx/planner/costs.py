@@ -191,7 +191,7 @@ class _Pricer:
         sums: Any = np.where(self.layouts.sequence_parallel, self.gather, self.all_reduce)
         kernels = self.engine.kernels
         dropped = (self.layouts.recompute == memory.SELECTIVE) & (kernels.selective == "cheap")
-        again = np.where(dropped, 1.0, 0.0 if kernels.keep_gathered else 1.0)
+        again = np.where(dropped, 1.0, 1.0 - kernels.keep_gathered)
         waiting: Any = 0.0
         for name in ("qkv", "up"):
             weight = self.seconds(tuple(op for op in block.weight_gradient if op.name == f"{name} weight gradient"))
