@@ -120,7 +120,7 @@ def test_another_number_of_processes_is_one_clear_error(tmp_path: Path, monkeypa
     become_environment = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in become_environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LayoutError, match=r"3 processes were started, the layout .* needs 4"):
+    with pytest.raises(LayoutError, match=r"the layout .* needs 4 processes, got 3"):
         join(tiny_plan(Layout(tensor=2, data=2)), RunDir(tmp_path))
 
 

@@ -130,7 +130,7 @@ def join(plan: Plan, run_dir: RunDir) -> World:
     )
     if process.num_ranks != layout.num_ranks:
         raise LayoutError(
-            f"{process.num_ranks} processes were started, the layout ({layout}) needs {layout.num_ranks}",
+            f"the layout ({layout}) needs {layout.num_ranks} processes, got {process.num_ranks}",
             instead=f"start {layout.num_ranks}, or change the layout",
         )
     rank = process.rank
