@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli import hugging_face
+from phalanx.cli.table import entries
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.survey import Seen
@@ -56,17 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(found: list[Seen], contents: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from phalanx.units import format_bytes
 
-    table = Table("step", "written", "size", "layout", "whole", box=None)
+    rows = [("step", "written", "size", "whole")]
     for entry in found:
         whole = "damaged" if entry.problems else "all checksums match" if contents else "all files there"
         written = entry.written_at.replace("T", " ").removesuffix("+00:00")
-        size = format_bytes(entry.num_bytes) if entry.num_bytes else ""
-        table.add_row(str(entry.step), written, size, entry.layout, whole)
-    Console(highlight=False).print(table)
+        rows.append((str(entry.step), written, format_bytes(entry.num_bytes) if entry.num_bytes else "", whole))
+    for text in entries(rows, ["layout", *(entry.layout for entry in found)], Console().width):
+        sys.stdout.write(f"{text}\n")
     for entry in found:
         for problem in entry.problems:
             sys.stdout.write(f"{problem}\n")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.inputs import add_run, ranked, writing
+from phalanx.cli.table import entries, wrapped
 from phalanx.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,43 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(found: Search) -> None:
     from rich.console import Console
 
-    from phalanx.planner.summary import rejections, whole_run
+    from phalanx.planner.summary import COLUMNS, cells, rejections, summaries, whole_run
 
     console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False)
-    head, *rows = _table(found, console.width)
+    rows = [("", *COLUMNS), *((str(rank), *cells(line)) for rank, line in enumerate(summaries(found), start=1))]
+    head, best, *others = entries([(row[0], *row[2:]) for row in rows], [row[1] for row in rows], console.width)
     console.print(head, style="dim")
-    for number, row in enumerate(rows):
-        console.print(row, style="" if number else "bold")
-    words = [*found.reasons, f"{whole_run(found.plans[0])} with the first"]
-    console.print("\n" + "\n".join(_wrapped(text, "", console.width) for text in words))
-    console.print(f"\n{found.num_layouts:,} layouts, {found.num_fitting:,} fit (engine {found.engine})")
-    for text in rejections(found):
-        console.print("\n".join(_wrapped(line, "", console.width) for line in text.splitlines()))
-
-
-def _table(found: Search, width: int) -> list[str]:
-    """Heading and one entry per layout: numbers, then the layout; beneath them where a line is too narrow for both."""
-    from phalanx.planner.summary import COLUMNS, cells, summaries
-
-    layouts = [line.layout for line in summaries(found)]
-    numbers: list[tuple[str, ...]] = [("", *COLUMNS[1:])]
-    numbers += [(str(rank), *cells(line)[1:]) for rank, line in enumerate(summaries(found), start=1)]
-    widths = [max(len(row[column]) for row in numbers) for column in range(len(numbers[0]))]
-    rows = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in numbers]
-    if len(rows[0]) + 2 + max(map(len, layouts)) <= width:
-        return [f"{row}  {text}" for row, text in zip(rows, [COLUMNS[0], *layouts], strict=True)]
-    indent = " " * (widths[0] + 2)
-    return [rows[0], *(f"{row}\n{_wrapped(text, indent, width)}" for row, text in zip(rows[1:], layouts, strict=True))]
-
-
-def _wrapped(text: str, indent: str, width: int) -> str:
-    """`text` in lines of at most `width`, further ones two columns deeper than its own indentation and `indent`."""
-    own = indent + " " * (len(text) - len(text.lstrip()))
-    return textwrap.fill(
-        text.strip(),
-        width,
-        initial_indent=own,
-        subsequent_indent=own + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    console.print(best, style="bold")
+    words = [*others, "", *found.reasons, f"{whole_run(found.plans[0])} with the first", ""]
+    words.append(f"{found.num_layouts:,} layouts, {found.num_fitting:,} fit (engine {found.engine})")
+    for text in (*words, *rejections(found)):
+        console.print("\n".join(wrapped(line, console.width) for line in text.split("\n")))

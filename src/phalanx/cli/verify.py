@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.cli.inputs import add_run, plan_of, with_data
+from phalanx.cli.table import entries
 from phalanx.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from phalanx.studies.compare import Finding
     from phalanx.studies.verify import Verdict
 
 
@@ -46,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(verdict: Verdict, console: Console) -> None:
-    from rich.table import Column, Table
+    from rich.table import Table
 
     if verdict.changes:
         console.print("changed to fit this machine, in several micro-batches: " + ", ".join(verdict.changes))
@@ -56,19 +59,25 @@ def _show(verdict: Verdict, console: Console) -> None:
     checks = Table("check", "compared", "worst", "allowed", "verdict", box=None, pad_edge=False)
     for check, found in verdict.by_check().items():
         failed = sum(not finding.ok for finding in found)
-        outcome = f"[red]{failed} differ[/red]" if failed else "equal"
+        outcome = f"[red]{failed} differ[/red]" if failed else "agree"
         checks.add_row(check, str(len(found)), f"{found[0].error:.1e}", f"{found[0].tolerance:.1e}", outcome)
-    worst = Table(Column("worst ten", overflow="fold"), "check", "error", "allowed", "where", box=None, pad_edge=False)
-    for finding in verdict.worst(10):
-        style = "" if finding.ok else "red"
-        cells = finding.name, finding.check, f"{finding.error:.1e}", f"{finding.tolerance:.1e}", finding.where
-        worst.add_row(*cells, style=style)
-    for table in (losses, checks, worst):
+    for table in (losses, checks):
         console.print("", table)
+    if not verdict.ok:
+        _show_worst([finding for finding in verdict.worst(10) if not finding.ok], console)
     number = sum(not finding.ok for finding in verdict.findings)
     what = (
-        f"all {len(verdict.findings)} comparisons are equal"
+        f"all {len(verdict.findings):,} comparisons agree"
         if verdict.ok
-        else f"[red]{number} comparisons differ[/red]"
+        else f"[red]{number} of {len(verdict.findings):,} comparisons differ[/red]"
     )
     console.print(f"\n{verdict.plan.layout}, {verdict.plan.job.precision}: {what}")
+
+
+def _show_worst(found: Sequence[Finding], console: Console) -> None:
+    """Where to look: what differs most, and on which rank."""
+    rows = [("difference", "allowed"), *((f"{finding.error:.1e}", f"{finding.tolerance:.1e}") for finding in found)]
+    names = ["of", *(f"{finding.check}: {finding.name}, {finding.where}" for finding in found)]
+    console.print()
+    for number, text in enumerate(entries(rows, names, console.width)):
+        console.print(text, style="red" if number else "", markup=False)

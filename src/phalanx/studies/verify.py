@@ -74,9 +74,10 @@ def verify(plan: Plan, num_steps: int = NUM_STEPS, say: Callable[[str], None] = 
     found = problems(small.model, small.job, small.cluster, small.layout)
     assert not found, f"scaled down to what cannot run: {found}"
     alone = replace(small, layout=Layout(micro_batch=small.job.global_batch))
-    say(f"{num_steps} steps with {small.layout}")
+    steps = f"{num_steps} steps" if num_steps > 1 else "1 step"
+    say(f"{steps} with {small.layout}")
     ranks = _record(small)
-    say(f"{num_steps} steps on one process, in one micro-batch")
+    say(f"{steps} on one process, in one micro-batch")
     [reference] = _record(alone)
     findings = tuple(compare(small, ranks, reference))
     losses = tuple((here.loss, there.loss) for here, there in zip(ranks[0].steps, reference.steps, strict=True))
