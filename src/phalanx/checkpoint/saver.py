@@ -34,6 +34,7 @@ from phalanx.errors import CheckpointError
 from phalanx.plan.comm import Comm
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
+from phalanx.units import format_bytes
 
 _HEARTBEAT_S = 1.0
 
@@ -133,7 +134,7 @@ class Saver:
             self.last_step = write.step
             seconds = time.monotonic() - write.since_s
             target = self._run_dir.checkpoint(write.step)
-            self._say(f"checkpoint {target}: {self.num_bytes:,} bytes in {seconds:.1f} s{write.remark}")
+            self._say(f"checkpoint {target}: {format_bytes(self.num_bytes)} in {seconds:.1f} s{write.remark}")
         return True
 
     def wait(self) -> None:

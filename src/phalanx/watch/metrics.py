@@ -36,12 +36,12 @@ class StepRecord:
     share: Mapping[str, float]
 
     def line(self, num_steps: int) -> str:
-        """For the terminal, in aligned columns."""
+        """For the terminal, in aligned columns. An axis with no time at all, as one of size 1, is left out."""
         width = len(str(num_steps))
-        shares = " ".join(f"{kind} {part:4.0%}" for kind, part in self.share.items())
+        shares = "  ".join(f"{kind} {part:3.0%}" for kind, part in self.share.items() if part)
         return (
-            f"step {self.step:>{width}}/{num_steps}  loss {self.loss:8.4f}  norm {self.gradient_norm:8.3f}  "
-            f"lr {self.learning_rate:.2e}  {self.tokens_per_s:>9,.0f} tokens/s  {self.step_s:6.2f} s  {shares}"
+            f"step {self.step:>{width}}/{num_steps}  loss {self.loss:7.4f}  norm {self.gradient_norm:6.3f}  "
+            f"lr {self.learning_rate:.2e}  {self.tokens_per_s:>7,.0f} tokens/s  {self.step_s:6.3f} s  {shares}"
         )
 
 

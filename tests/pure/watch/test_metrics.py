@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ def record(step: int, loss: float = 1.0) -> StepRecord:
         tokens_per_s_per_device=5.0,
         share={"compute": 1.0},
     )
+
+
+def test_a_line_names_the_axes_that_took_time():
+    shown = replace(record(7), share={"compute": 0.75, "tensor": 0.0, "data": 0.25}).line(100)
+    assert shown.startswith("step   7/100  loss  1.0000")
+    assert "compute 75%  data 25%" in shown
 
 
 def test_a_resumed_run_overrides_the_steps_it_repeats(tmp_path):
