@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.inputs import add_overrides, plan_of, with_data
+from phalanx.errors import InputError
 from phalanx.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 
     from phalanx.studies.demo import Demonstration
 
+DEMO = Path("examples/demo.toml")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx demo`."""
     what = "a run file (TOML) other than examples/demo.toml"
-    parser.add_argument("run", type=Path, nargs="?", default=Path("examples/demo.toml"), metavar="RUN", help=what)
+    parser.add_argument("run", type=Path, nargs="?", default=DEMO, metavar="RUN", help=what)
     add_overrides(parser)
 
 
@@ -30,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from phalanx.studies.demo import demonstrate
 
+    if arguments.run == DEMO and not DEMO.is_file():
+        raise InputError(f"there is no {DEMO} here", instead="run it in Phalanx's folder, or name a run file")
     console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
     plan = with_data(plan_of(arguments.run, arguments.overrides))
     shown = demonstrate(plan, RunDir.default(plan.model.name), lambda line: _say(console, line))

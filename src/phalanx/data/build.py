@@ -193,9 +193,10 @@ def _report(
 ) -> None:
     """What was built from what, how fast."""
     num_bytes = manifest.num_bytes
+    files = f"{manifest.num_files:,} files of " if manifest.num_files > 1 else ""
     _say(
         console,
-        f"data: {manifest.num_files:,} files of {manifest.text}, {num_bytes / 1e6:,.1f} MB → {num_tokens:,} tokens in"
+        f"data: {files}{manifest.text}, {num_bytes / 1e6:,.2f} MB → {num_tokens:,} tokens in"
         f" {folder} ({num_bytes / max(1, num_tokens):.2f} bytes per token, {num_bytes / 1e6 / seconds:.1f} MB/s)",
     )
     if num_entries < manifest.vocab:

@@ -80,6 +80,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("train", ["required: RUN_OR_PLAN", "usage: phalanx train"]),
         ("train run.toml --resum never", ["unknown argument --resum", "did you mean --resume?"]),
         ("train run.toml again.toml", ["unknown argument again.toml"]),
+        ("demo", ["there is no examples/demo.toml here", "name a run file"]),
         ("train nothing.toml", ["nothing.toml", "run.toml"]),
         ("train nothing.json", ["nothing.json"]),
         ("train run.toml --resume step-9", ["there is no checkpoint step-9", "--resume"]),

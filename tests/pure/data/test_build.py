@@ -116,7 +116,7 @@ def test_changed_text_is_built_again_and_said(books: Path, change, words: str):
 def test_a_glob_with_brackets_is_said_as_it_is(books: Path):
     said, text = Said(), f"{books}/[ad].txt"
     ensure(DataSpec(text=text), VOCAB, books.parent / "data", said.console)
-    assert f"1 files of {text}" in str(said)
+    assert f"data: {text}, " in str(said)
 
 
 def test_another_vocabulary_is_another_folder(books: Path):
