@@ -1,0 +1,98 @@
+"""`phalanx plan`: the table, everything as JSON, one layout in full, a page, a plan; and clear answers to bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.plan.plan import Plan
+
+RUN = """
+[model]
+name = "llama-3-8b"
+[cluster]
+name = "dgx-h100"
+num_nodes = 2
+[job]
+global_batch = 64
+seq_len = 4096
+num_steps = 1000
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def test_the_table_says_why(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    for word in ("layout", "likely", "MFU", "device-hours", "tensor 8", "rejected", "does not fit into memory"):
+        assert word in text
+
+
+def test_json_holds_everything(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--json", "--top", "2"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    keys = {"engine", "num_layouts", "num_fitting", "num_replayed", "plans", "reasons", "scan", "front", "rejected"}
+    assert set(value) == keys
+    best = value["plans"][0]
+    assert best["low_s"] < best["step_s"] < best["high_s"] and best["layout"]["tensor"] >= 1
+
+
+def test_explain_page_and_plan(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plan = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert main(["plan", str(run_file), "--explain", "--html", str(page), "-o", str(plan)]) == 0
+    assert "Messages of one step" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+    assert Plan.read(plan).prediction is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["layout.tensor=3"], ["tensor 3 does not divide 32 query heads", "tensor = 1"]),
+        (["layout.micro_batch=7"], ["does not divide global batch 64", "micro_batch = "]),
+        (["cluster.num_nodes=1", "job.seq_len=1048576"], ["GiB of", "activations", "num_nodes = "]),
+        (["job.global_batch=-4"], ["global_batch"]),
+        (["cluster.device.memory_bytes=0"], ["memory_bytes"]),
+        (["model.num_experts=8", "model.experts_per_token=2"], ["has experts", "--engine"]),
+    ],
+)
+def test_bad_input_gets_one_clear_answer(
+    run_file: Path, overrides: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [part for text in overrides for part in ("--set", text)]
+    assert main(["plan", str(run_file), *arguments]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    for word in words:
+        assert word in said.err
+
+
+def test_a_cluster_without_memory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    device = 'device = { memory_bytes_per_s = "1 TB/s", flops_per_s = { bf16 = "100 TFLOP/s" } }'
+    link = 'intra_node = { latency_s = "2 us", bytes_per_s = "100 GB/s" }'
+    path.write_text(RUN.replace('name = "dgx-h100"\nnum_nodes = 2', f"devices_per_node = 8\n{device}\n{link}"))
+    assert main(["plan", str(path)]) == 2
+    assert "memory_bytes" in capsys.readouterr().err
+
+
+def test_an_unknown_engine_is_refused(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--engine", "megatron"]) == 2
+    assert "megatron-core-2024" in capsys.readouterr().err
+
+
+def test_planning_loads_no_torch(run_file: Path) -> None:
+    code = "import sys; from phalanx.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "plan", str(run_file), "--html", str(run_file.with_suffix(".html"))]
+    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
