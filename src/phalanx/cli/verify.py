@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.cli.inputs import add_run, plan_of, with_data
@@ -34,11 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify, print, and say no with exit code 1."""
     from rich.console import Console
 
+    from phalanx.studies.scaled import scaled
     from phalanx.studies.verify import as_json, verify
 
     if arguments.steps < 1:
         raise InputError(f"{arguments.steps} steps", where="--steps", instead="1 or more")
-    plan = with_data(plan_of(arguments.run, arguments.overrides), quiet=arguments.json)
+    plan = plan_of(arguments.run, arguments.overrides)
+    small, _ = scaled(plan)  # needs less data than one batch of a large run
+    data = with_data(replace(plan, job=small.job), quiet=arguments.json).job.data
+    plan = replace(plan, job=replace(plan.job, data=data))
     console = Console(file=sys.stderr if arguments.json else sys.stdout, soft_wrap=True, highlight=False)
     verdict = verify(plan, arguments.steps, console.print)
     if arguments.json:
@@ -63,8 +68,7 @@ def _show(verdict: Verdict, console: Console) -> None:
         checks.add_row(check, str(len(found)), f"{found[0].error:.1e}", f"{found[0].tolerance:.1e}", outcome)
     for table in (losses, checks):
         console.print("", table)
-    if not verdict.ok:
-        _show_worst([finding for finding in verdict.worst(10) if not finding.ok], console)
+    _show_worst(verdict.worst(10), console)
     number = sum(not finding.ok for finding in verdict.findings)
     what = (
         f"all {len(verdict.findings):,} comparisons agree"
@@ -75,9 +79,10 @@ def _show(verdict: Verdict, console: Console) -> None:
 
 
 def _show_worst(found: Sequence[Finding], console: Console) -> None:
-    """Where to look: what differs most, and on which rank."""
+    """Where to look: what comes closest to what is allowed or exceeds it, and on which rank."""
     rows = [("difference", "allowed"), *((f"{finding.error:.1e}", f"{finding.tolerance:.1e}") for finding in found)]
     names = ["of", *(f"{finding.check}: {finding.name}, {finding.where}" for finding in found)]
-    console.print()
-    for number, text in enumerate(entries(rows, names, console.width)):
-        console.print(text, style="red" if number else "", markup=False)
+    heading, *lines = entries(rows, names, console.width)
+    console.print(f"\n{heading}", markup=False)
+    for finding, line in zip(found, lines, strict=True):
+        console.print(line, style="" if finding.ok else "red", markup=False)

@@ -18,20 +18,21 @@ from phalanx.watch.records import Array, Moment, RankRecord, StepFacts, TensorPi
 class Tolerance:
     """How far two runs of one job may differ in a precision, relative to one process.
 
-    `first`: loss, gradient norm and gradients of the first step; `later`: the losses after it, between which weights
-    have changed. `zero`: a gradient's difference that is this small a part of the gradient norm is rounding, whatever
-    the gradient itself (docs/decisions/zero-gradients.md).
+    `loss` and `gradients` (their norm too) of the first step; `later`: the losses after it, between which weights have
+    changed. `zero`: a gradient's difference that is this small a part of the gradient norm is rounding, whatever the
+    gradient itself (docs/decisions/zero-gradients.md).
     """
 
-    first: float
+    loss: float
+    gradients: float
     later: float
     zero: float
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
-    "fp32": Tolerance(first=1e-5, later=1e-4, zero=2**-23),
-    "fp64": Tolerance(first=1e-10, later=1e-9, zero=2**-52),
-    "bf16": Tolerance(first=5e-2, later=2e-2, zero=2**-16),
+    "fp32": Tolerance(loss=1e-5, gradients=1e-5, later=1e-4, zero=2**-23),
+    "fp64": Tolerance(loss=1e-10, gradients=1e-10, later=1e-9, zero=2**-52),
+    "bf16": Tolerance(loss=2e-3, gradients=5e-2, later=1e-2, zero=2**-16),
 }
 
 
@@ -135,12 +136,12 @@ def _gradients(held: _Held, reference: RankRecord, allowed: Tolerance) -> Iterat
     total = reference.steps[0].gradient_norm
     for name, distance, where in held.distances("gradients", expected):
         own = float(np.linalg.norm(expected[name].astype(np.float64)))
-        rounding = allowed.first * own < distance <= allowed.zero * total
+        rounding = allowed.gradients * own < distance <= allowed.zero * total
         yield Finding(
             check="gradients",
             name=f"{name} (of the gradient norm)" if rounding else name,
             error=distance / (total if rounding else own or total),
-            tolerance=allowed.zero if rounding else allowed.first,
+            tolerance=allowed.zero if rounding else allowed.gradients,
             where=where,
         )
 
@@ -162,8 +163,8 @@ def _step(
     """Loss, in the first step the gradient norm, and whether all ranks have the same numbers."""
     name = f"step {number + 1}"
     facts = [record.steps[number] for record in ranks]
-    compared = [("loss", allowed.later if number else allowed.first)]
-    compared += [] if number else [("gradient_norm", allowed.first)]
+    compared = [("loss", allowed.later if number else allowed.loss)]
+    compared += [] if number else [("gradient_norm", allowed.gradients)]
     for key, tolerance in compared:
         wanted = getattr(expected, key)
         errors = [abs(getattr(fact, key) - wanted) / abs(wanted) for fact in facts]
