@@ -32,6 +32,8 @@ SITES = {
 GPUS = (
     ("H200", "dgx-h200"),
     ("GB200", "dgx-b200"),
+    ("GB300", "dgx-b200"),
+    ("B300", "dgx-b200"),
     ("B200", "dgx-b200"),
     ("H100", "dgx-h100"),
     ("A100-40", "dgx-a100-40"),
@@ -147,11 +149,13 @@ def _row(raw: dict[str, Any], file: str) -> Row:
 
 
 def _model(raw: dict[str, Any]) -> ModelSpec:
-    if raw.get("experts") or raw.get("num_experts"):
-        raise Skip("mixture of experts")
+    experts = int(raw.get("num_experts") or raw.get("experts") or 0)
+    chosen = raw.get("experts_per_token") or raw.get("top_k") or raw.get("topk")
+    if experts and not chosen:
+        raise Skip("no experts per token")
     hidden, heads = int(_need(raw, "hidden")), int(_need(raw, "heads"))
     arch = str(raw.get("arch", "gpt"))
-    llama = "llama" in arch or "qwen" in arch or "mistral" in arch
+    llama = any(name in arch for name in ("llama", "qwen", "mistral", "mixtral", "moe", "swiglu"))
     plain = "no bias" in arch
     vocab = int(raw.get("vocab") or 51200)
     return ModelSpec(
@@ -161,7 +165,9 @@ def _model(raw: dict[str, Any]) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=int(raw.get("kv_heads") or heads),
         head_dim=int(raw.get("head_dim") or hidden // heads),
-        ffn=int(raw.get("ffn") or 4 * hidden),
+        ffn=int((experts and raw.get("expert_ffn")) or raw.get("ffn") or 4 * hidden),
+        num_experts=experts,
+        experts_per_token=int(chosen or 0) if experts else 0,
         vocab=vocab,
         max_seq_len=int(_need(raw, "seq_len")),
         norm="rmsnorm" if llama else "layernorm",
@@ -188,7 +194,12 @@ def _cluster(raw: dict[str, Any], source: str, num_devices: int) -> ClusterSpec:
     if name is None:
         raise Skip(f"no figures for device {gpu}")
     per_node = int(raw.get("gpus_per_node") or 8)
+    if "GB200" in gpu or "GB300" in gpu:
+        per_node = 72  # one NVLink domain: all that a rank reaches without a network card
     cluster = replace(_named(name), num_nodes=-(-num_devices // per_node), devices_per_node=per_node)
+    if "H100" in gpu and "96" in gpu:  # the 500 W version with HBM2e (pytorch/torchtitan, llama3_h100_202412)
+        slower = replace(cluster.device, memory_bytes=95 * GIB, memory_bytes_per_s=2.4e12)
+        cluster = replace(cluster, device=slower)
     site = next((value for key, value in SITES.items() if source.startswith(key)), None)
     printed = re.search(r"([\d.]+) *Gbps per node", str(raw.get("inter_bw") or ""))
     if site:
@@ -212,9 +223,7 @@ def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: i
     if model.num_heads % tensor:
         raise Skip("tensor does not divide heads")
     data = int(raw.get("dp") or num_devices // (tensor * pipeline * context))
-    zero = {"fsdp-full": 3, "fsdp-grad-op": 2, "hsdp": 3, None: 0}.get(raw.get("zero"), raw.get("zero"))
-    if "overlap-param-gather" in str(raw.get("overlap")) and raw.get("zero") is None:
-        zero = 1
+    zero = _zero(raw)
     per_rank = max(1, job.global_batch // data)
     if tensor * pipeline * context * data != num_devices:
         raise Skip("axis sizes do not give the number of devices")
@@ -240,10 +249,25 @@ def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: i
                     virtual_stages=v,
                     micro_batch=micro_batch,
                     schedule="interleaved-1f1b" if v > 1 else "1f1b",
-                    zero=int(zero or 0),
+                    zero=zero,
                     sequence_parallel=parallel[0],
-                    recompute=recompute if recompute in ("none", "selective", "full") else "none",
+                    recompute=next((kind for kind in ("selective", "full") if kind in str(recompute)), "none"),
                 )
+
+
+def _zero(raw: dict[str, Any]) -> int:
+    """The ZeRO stage: printed as a number or as FSDP's strategy, or what the framework always does."""
+    printed, framework = str(raw.get("zero", "")).lower(), str(raw.get("framework", "")).lower()
+    if (
+        "fsdp" in printed
+        or "hsdp" in printed
+        or (printed in ("", "none") and ("fsdp" in framework or "titan" in framework))
+    ):
+        return 2 if "grad-op" in printed else 3
+    digits = re.search(r"[0-3]", printed)
+    if digits:
+        return int(digits.group())
+    return 1 if "overlap-param-gather" in str(raw.get("overlap")) else 0
 
 
 def _chunks(model: ModelSpec, pipeline: int) -> list[int]:
