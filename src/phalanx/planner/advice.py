@@ -51,11 +51,12 @@ NAMES = {
 }
 
 
-def reasons(plans: Sequence[Plan], scan: Sequence[Scanned], tie: float) -> tuple[str, ...]:
-    """Why the first plan won: what shape of problem this is, what its time goes to, what comes closest."""
+def reasons(plans: Sequence[Plan], scan: Sequence[Scanned], tie: float, *, given: bool) -> tuple[str, ...]:
+    """Why the first plan won: what shape of problem this is, what its time goes to, what comes closest. `given`: the
+    axes were not chosen."""
     winner = plans[0]
     assert winner.prediction is not None
-    words = [_shape(winner), _time(winner)]
+    words = ["[layout] gives the axes; the rest is chosen" if given else _shape(winner), _time(winner)]
     for entry in scan:
         if entry.plan is not None and entry.tensor != winner.layout.tensor:
             words.append(f"tensor {entry.tensor} loses {entry.slower:.1%}: {entry.because}")

@@ -95,7 +95,7 @@ def search(
     scan = tuple(priced.scan(np.unique(everything.tensor).tolist(), plans[0]))
     return Search(
         plans=plans,
-        reasons=reasons(plans, scan, task.runner.tie),
+        reasons=reasons(plans, scan, task.runner.tie, given={"tensor", "pipeline", "data"} <= set(task.given)),
         scan=scan,
         front=tuple(priced.plan(row, priced.bound_s(row)) for row in priced.front()),
         rejected=tuple(rejected),
