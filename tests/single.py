@@ -28,6 +28,14 @@ def batch(plan: Plan, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
 
+def masked_batch(plan: Plan, step: int) -> tuple[Tensor, Tensor, int]:
+    """Sequence i supervises its first 3 i + 1 tokens (so sequences differ), one micro-batch nothing at all."""
+    tokens, labels = batch(plan, seed=step)
+    for index, row in enumerate(labels):
+        row[0 if index == 2 else 3 * index + 1 :] = -100
+    return tokens, labels, int((labels >= 0).sum())
+
+
 def collect(slices: Iterable[Slice], which: str) -> dict[str, Tensor]:
     """Global tensors by name, put together from the `which` ("parameters", "gradients") of slices."""
     tensors: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ import torch
 from helpers import run_worlds
 from matrix import UNUSUAL, layouts, models
 from messages import claimed, counted
-from single import batch, collect, solo_engine
+from single import collect, masked_batch, solo_engine
 from tiny import STYLES, tiny_model, tiny_plan
 from torch import Tensor
 
@@ -28,14 +28,6 @@ from phalanx.trainer.world import World
 
 NUM_STEPS = 3
 TOLERANCE = 1e-10
-
-
-def masked_batch(plan: Plan, step: int) -> tuple[Tensor, Tensor, int]:
-    """Sequence i supervises its first 3 i + 1 tokens (so sequences differ), one micro-batch nothing at all."""
-    tokens, labels = batch(plan, seed=step)
-    for index, row in enumerate(labels):
-        row[0 if index == 2 else 3 * index + 1 :] = -100
-    return tokens, labels, int((labels >= 0).sum())
 
 
 def train(engine: Engine) -> dict[str, Any]:
