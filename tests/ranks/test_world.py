@@ -300,3 +300,15 @@ def test_a_rank_that_fails_is_reported_before_its_victims(tmp_path: Path) -> Non
     with pytest.raises(RankFailed, match="the real cause") as failed:
         joined(tiny_plan(Layout(data=3)), RunDir(tmp_path), fail)
     assert failed.value.rank == 1
+
+
+def test_a_full_memory_disk_costs_the_records_and_not_the_run(tmp_path: Path, monkeypatch, capsys):
+    """No room for a ring file: said once, and rank 0 of 1 joins all the same."""
+    monkeypatch.setattr(world, "ring_path", lambda run, rank: tmp_path / "full" / "x.ring")
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    joined = join(tiny_plan(Layout()), RunDir(tmp_path))
+    assert joined.recorder.ring is None
+    joined.recorder.step = 1
+    joined.close()
+    assert "WARNING: cannot make the ring file" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from phalanx.cli.inputs import add_run, plan_of, resumed, source_of, with_data
+from phalanx.cli.inputs import add_run, plan_of, resumed, source_of, with_data, writing
 from phalanx.errors import InputError
 from phalanx.launch import environment, local
 from phalanx.launch.port import listen
@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     environment.check_alone(plan.layout.num_ranks, plan.cluster.devices_per_node)
     run_dir = RunDir(arguments.run_dir) if arguments.run_dir else RunDir.default(plan.model.name)
     with run_dir.lock():
-        plan.write(run_dir.plan)
+        with writing(run_dir.plan, "--run-dir"):
+            plan.write(run_dir.plan)
         sys.stdout.write(f"{plan.layout}; run folder {run_dir.path}\n")
         sys.stdout.write(f"data: {source_of(plan).describe(plan.job.num_steps)}\n")
         sys.stdout.flush()

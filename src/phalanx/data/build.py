@@ -79,13 +79,17 @@ def ensure(data: DataSpec, vocab: int, where: Path, console: Console | None = No
     files = text_files(data.text)
     wanted = _manifest(data.text, vocab, files)
     folder = where / f"{_slug(data.text)}-{vocab}"
-    where.mkdir(parents=True, exist_ok=True)
-    with _locked(where / f".{folder.name}.lock", console):
-        found = _read_manifest(folder)
-        if found != wanted:
-            if found is not None:
-                _say(console, f"data: {data.text} has changed since {folder} was built ({_change(found, wanted)})")
-            _build(files, wanted, folder, console)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        with _locked(where / f".{folder.name}.lock", console):
+            found = _read_manifest(folder)
+            if found != wanted:
+                if found is not None:
+                    _say(console, f"data: {data.text} has changed since {folder} was built ({_change(found, wanted)})")
+                _build(files, wanted, folder, console)
+    except OSError as error:
+        what = f"token files cannot be built: {error.strerror}"
+        raise DataError(what, where=str(error.filename or folder), instead="a folder with room to write in") from error
     return folder / "tokens"
 
 
@@ -222,7 +226,9 @@ def train_tokenizer(files: list[Path], vocab: int) -> Tokenizer:
 
     It is trained on at most `TRAINING_BYTES`, taken from files spread evenly over the list.
     """
-    stride = math.ceil(sum(file.stat().st_size for file in files) / TRAINING_BYTES) or 1
+    num_bytes = sum(file.stat().st_size for file in files)
+    stride = math.ceil(num_bytes / TRAINING_BYTES) or 1
+    vocab = min(vocab, MIN_VOCAB + num_bytes)  # room is made for all entries at once, and more than that never come
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -52,7 +52,10 @@ def start(plan_path: Path, run_dir: RunDir, entry: str = WORKER) -> Result:
     if exit_code in (0, 2, Stopped.exit_code) or exit_code > 128:
         return Result(exit_code=exit_code)
     failure = supervise.collect(plan.layout, run_dir, agent_exit_code=exit_code)
-    supervise.write(failure, run_dir)
+    try:
+        supervise.write(failure, run_dir)
+    except OSError as error:
+        sys.stderr.write(f"the report is not kept: {error}\n")
     return Result(exit_code=failure.exit_code, failure=failure)
 
 

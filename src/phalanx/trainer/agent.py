@@ -226,7 +226,10 @@ class Agent:
 
     def _tidy(self) -> None:
         """Leave what `launch.supervise` needs, and nothing empty."""
-        write_endings(self.run_dir.endings, self.endings)
+        try:
+            write_endings(self.run_dir.endings, self.endings)
+        except OSError as error:
+            sys.stderr.write(f"cannot keep how the ranks ended: {error}\n")
         for stack in self.run_dir.logs.glob("*.stack"):
             if stack.stat().st_size == 0:
                 stack.unlink()

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.errors import InputError, LayoutError
+from phalanx.errors import InputError, LayoutError, RunError
 from phalanx.plan.comm import Comm, Group
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Coord, Layout
@@ -137,8 +138,7 @@ def join(plan: Plan, run_dir: RunDir) -> World:
     device = torch.device("cuda", process.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ring = RingWriter(ring_path(run_dir.path, rank), rank=rank, coords=str(layout.coord(rank)), attempt=process.attempt)
-    recorder = Recorder(ring)
+    recorder = Recorder(_ring(ring_path(run_dir.path, rank), rank, str(layout.coord(rank)), process.attempt))
     if layout.num_ranks == 1:
         return World(rank=rank, layout=layout, device=device, recorder=recorder, comms={})
     store = open_store(process.address, process.port, serve=process.serves, timeout_s=job.comm_timeout_s)
@@ -167,6 +167,15 @@ def join(plan: Plan, run_dir: RunDir) -> World:
         neighbours=neighbours,
         store=store,
     )
+
+
+def _ring(path: Path, rank: int, coords: str, attempt: int) -> RingWriter | None:
+    """This rank's ring file. Where there is no room for it, a run goes on without."""
+    try:
+        return RingWriter(path, rank=rank, coords=coords, attempt=attempt)
+    except RunError as error:
+        sys.stderr.write(f"WARNING: {error}; should this run fail, its report will lack this rank's last calls\n")
+        return None
 
 
 def connect(

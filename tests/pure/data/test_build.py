@@ -195,6 +195,19 @@ def test_a_vocabulary_below_one_byte_is_refused(books: Path):
     assert documents(built(books, 257))[0] == (books / "a.txt").read_text()
 
 
+def test_a_vocabulary_beyond_all_memory_is_filled_as_far_as_the_text_allows(books: Path):
+    said = Said()
+    built(books, 2**31 - 1, said)
+    assert "stay unused" in str(said)
+
+
+@pytest.mark.parametrize("folder", ["file/data", "file"])
+def test_a_folder_that_cannot_be_written_is_wrong_input(books: Path, tmp_path: Path, folder: str):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(DataError, match=r"token files cannot be built: (Not a directory|File exists)"):
+        ensure(DataSpec(text=f"{books}/*.txt"), VOCAB, tmp_path / folder, Said().console)
+
+
 def test_given_token_files_are_taken_as_they_are(books: Path, tmp_path: Path):
     prefix = built(books)
     assert ensure(DataSpec(path=str(prefix)), VOCAB, tmp_path, Said().console) == prefix
