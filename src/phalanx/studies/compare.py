@@ -18,21 +18,21 @@ from phalanx.watch.records import Array, Moment, RankRecord, StepFacts, TensorPi
 class Tolerance:
     """How far two runs of one job may differ in a precision, relative to one process.
 
-    `loss` and `gradients` (their norm too) of the first step; `later`: the losses after it, between which weights have
-    changed. `zero`: a gradient's difference that is this small a part of the gradient norm is rounding, whatever the
-    gradient itself (docs/decisions/zero-gradients.md).
+    Of the first step `total`, its loss and gradient norm, and `gradients`; `later`: the losses after it, between which
+    weights have changed. `zero`: a gradient's difference that is this small a part of the gradient norm is rounding,
+    whatever the gradient itself (docs/decisions/zero-gradients.md).
     """
 
-    loss: float
+    total: float
     gradients: float
     later: float
     zero: float
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
-    "fp32": Tolerance(loss=1e-5, gradients=1e-5, later=1e-4, zero=2**-23),
-    "fp64": Tolerance(loss=1e-10, gradients=1e-10, later=1e-9, zero=2**-52),
-    "bf16": Tolerance(loss=2e-3, gradients=5e-2, later=1e-2, zero=2**-16),
+    "fp32": Tolerance(total=1e-5, gradients=1e-5, later=1e-4, zero=2**-23),
+    "fp64": Tolerance(total=1e-10, gradients=1e-10, later=1e-9, zero=2**-52),
+    "bf16": Tolerance(total=2e-3, gradients=5e-2, later=1e-2, zero=2**-16),
 }
 
 
@@ -69,6 +69,7 @@ def compare(plan: Plan, ranks: Sequence[RankRecord], reference: RankRecord) -> l
         findings.append(_data(plan.layout, ranks, expected, number))
         findings += _step(plan.layout, ranks, expected, number, allowed)
     findings += held.against("initial weights", _whole(reference.of("initial weights")))
+    findings.append(_norm(held))
     findings += _gradients(held, reference, allowed)
     findings += held.against("copies of weights", held.whole("last weights"), of="last weights")
     findings += _decay(held, plan.job.optimizer.weight_decay * ranks[0].decay_rate, allowed)
@@ -130,6 +131,15 @@ def _relative(distance: float, reference: Array) -> float:
     return distance / norm if norm else distance
 
 
+def _norm(held: _Held) -> Finding:
+    """The gradient norm against the gradients themselves, each element once: sharp whatever the compute precision."""
+    gradients = held.whole("gradients").values()
+    own = math.sqrt(sum(float(np.linalg.norm(values.astype(np.float64))) ** 2 for values in gradients))
+    errors = [abs(record.steps[0].gradient_norm - own) / (own or 1.0) for record in held.ranks]
+    tolerance = 100 * max(float(np.finfo(values.dtype).eps) for values in gradients)
+    return _farthest(held.layout, "gradient norm", "of the gathered gradients", errors, tolerance)
+
+
 def _gradients(held: _Held, reference: RankRecord, allowed: Tolerance) -> Iterator[Finding]:
     """Each parameter's gradient, relative to itself, or to the norm of all where the difference is mere rounding."""
     expected = _whole(reference.of("gradients"))
@@ -163,11 +173,11 @@ def _step(
     """Loss, in the first step the gradient norm, and whether all ranks have the same numbers."""
     name = f"step {number + 1}"
     facts = [record.steps[number] for record in ranks]
-    compared = [("loss", allowed.later if number else allowed.loss)]
-    compared += [] if number else [("gradient_norm", allowed.gradients)]
+    compared = [("loss", allowed.later if number else allowed.total)]
+    compared += [] if number else [("gradient_norm", allowed.total)]
     for key, tolerance in compared:
         wanted = getattr(expected, key)
-        errors = [abs(getattr(fact, key) - wanted) / abs(wanted) for fact in facts]
+        errors = [abs(getattr(fact, key) - wanted) / (abs(wanted) or 1.0) for fact in facts]
         yield _farthest(layout, key.replace("_", " "), name, errors, tolerance)
     for key in ("loss", "gradient_norm", "learning_rate", "clip_coefficient"):
         values = [getattr(fact, key) for fact in facts]

@@ -37,7 +37,7 @@ class Demonstration:
         allowed = TOLERANCES[self.plan.job.precision]
         pairs = zip(self.records, self.alone, strict=False)
         return [
-            (abs(here.loss - there.loss) / there.loss, allowed.later if number else allowed.loss)
+            (abs(here.loss - there.loss) / there.loss, allowed.later if number else allowed.total)
             for number, (here, there) in enumerate(pairs)
         ]
 
