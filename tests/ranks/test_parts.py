@@ -18,7 +18,7 @@ from phalanx.spec.job import OptimizerSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.flat import FlatBuffer, Weight
 from phalanx.trainer.initial import draw, fill
-from phalanx.trainer.optim import clip_coefficient, learning_rate
+from phalanx.trainer.optim import clip_coefficient, learning_rate, squared
 
 CPU = torch.device("cpu")
 
@@ -166,6 +166,13 @@ def test_update_equals_adamw_over_plain_parameters(precision: str) -> None:
         engine.update(1e-2, clip_coefficient(norm, 0.1))
         for name, value in collect(engine.data.slices, "parameters").items():
             assert torch.allclose(value, theirs[name].detach(), rtol=1e-5, atol=1e-7), (step, name)
+
+
+@pytest.mark.parametrize("count", [0, 5, 4096, 7_000_001])
+def test_the_norm_of_a_long_slice_is_that_of_float64(count: int) -> None:
+    """One float32 sum over 7 million squares is wrong by 2e-4; that of a slice must not depend on its length."""
+    values = torch.randn(count, generator=torch.Generator().manual_seed(1)) * 1e-3
+    assert squared(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-6)
 
 
 def test_bf16_keeps_fp32_masters_gradients_and_moments() -> None:
