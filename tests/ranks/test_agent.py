@@ -19,7 +19,9 @@ from tiny import tiny_plan
 from phalanx.errors import InputError
 from phalanx.launch.local import Result, start
 from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
+from phalanx.trainer.agent import STOP_SIGNALS, Agent
 from phalanx.watch.events import RingWriter, ring_directory, ring_path
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -75,6 +77,7 @@ import sys
 from pathlib import Path
 from phalanx.launch.local import start
 from phalanx.rundir import RunDir
+from phalanx.trainer.agent import STOP_SIGNALS, Agent
 
 run_dir = RunDir(Path(sys.argv[1]))
 result = start(run_dir.plan, run_dir, sys.argv[2])
@@ -193,6 +196,21 @@ def test_request_to_end_reaches_all_ranks(tmp_path: Path, launch: Launch, number
     assert "Traceback" not in output
     assert living(run_dir) == []
     assert not run_dir.failure_text.exists()
+
+
+def test_asked_to_stop_before_any_rank_started_it_starts_none(tmp_path: Path):
+    run_dir = prepared(tmp_path)
+    agent = Agent(plan_path=run_dir.plan, plan=Plan.read(run_dir.plan), run_dir=run_dir, entry="toys:speak", attempt=0)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with socket.socket() as listener:
+            assert agent.run(listener) == 128 + signal.SIGTERM
+    finally:
+        signal.sigtimedwait(STOP_SIGNALS, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert not agent.live
+    assert not any(run_dir.outcomes.iterdir())
 
 
 def test_second_interrupt_kills_ranks_that_do_not_listen(tmp_path: Path, launch: Launch):

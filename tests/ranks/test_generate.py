@@ -134,9 +134,12 @@ def test_wrong_input(run_folder, capsys, tmp_path):
         (["--temperature", "nan"], "--temperature: nan"),
         (["--top-k", "5"], "at temperature 0"),
         (["--tokenizer", path], "is not a tokenizer"),
+        (["--seed", str(2**63)], "--seed: 9223372036854775808"),
     ):
         assert main(["generate", path, "x", *wrong]) == 2
         assert said in capsys.readouterr().err
+    assert main(["generate", path, "caf\udce9"]) == 2
+    assert r"PROMPT: is not UTF-8 text: '\udce9'" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "data")
     assert main(["generate", path, "x"]) == 2
     assert "there is no tokenizer.json" in capsys.readouterr().err

@@ -63,6 +63,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.top_k < 0 or (arguments.top_k and not arguments.temperature):
         instead = "a positive number, with --temperature: at temperature 0 the likeliest token is taken"
         raise InputError(f"{arguments.top_k}", where="--top-k", instead=instead)
+    if not 0 <= arguments.seed < 2**63:
+        raise InputError(f"{arguments.seed}", where="--seed", instead="0 or more, below 2^63")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError as error:  # bytes that Python carries along, though they are no text
+        raise InputError(f"is not UTF-8 text: {error.object[error.start : error.end]!a}", where="PROMPT") from None
 
 
 def _say(text: str) -> None:

@@ -97,6 +97,9 @@ def resumed(plan: Plan, wish: str | None) -> Plan:
         if not Path(wish).is_dir():
             instead = "auto, never, or the folder of a checkpoint"
             raise InputError(f"there is no checkpoint {wish}", where="--resume", instead=instead)
+        if (Path(wish) / "checkpoints").is_dir():
+            instead = f"one of {Path(wish) / 'checkpoints'}, or --run-dir {wish} to go on there from the newest"
+            raise InputError(f"{wish} is the folder of a run", where="--resume", instead=instead)
         wish = str(Path(wish).absolute())
     return replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, resume=wish)))
 

@@ -71,8 +71,11 @@ class Agent:
     def run(self, listener: socket.socket) -> int:
         """Start the ranks, serve their store on `listener`, wait for all of them. Returns the exit code."""
         remove_dead_rings()
+        entry = process.load_entry(self.entry)  # with torch: what takes long
+        if asked := signal.sigpending() & STOP_SIGNALS:
+            return 128 + min(asked)
         console = Console.of(self.run_dir, self.num_ranks)
-        self._start(listener)
+        self._start(listener, entry)
         store = _serve_store(listener)
         next_copy = time.monotonic()
         while self.live:
@@ -97,9 +100,9 @@ class Agent:
             return 128 + self.stopped_by
         return Stopped.exit_code if self.saved else 0
 
-    def _start(self, listener: socket.socket) -> None:
+    def _start(self, listener: socket.socket, entry: process.Entry) -> None:
         """Start all ranks. They may look for the store at once: connections wait in the listener's queue."""
-        entry, port = process.load_entry(self.entry), listener.getsockname()[1]
+        port = listener.getsockname()[1]
         import torch
 
         if torch.cuda.is_available():

@@ -110,6 +110,13 @@ def test_wrong_input_is_refused_in_words(capsys: pytest.CaptureFixture[str], arg
         assert word in complaint
 
 
+def test_a_run_folder_is_no_checkpoint(capsys: pytest.CaptureFixture[str]):
+    Path("old/checkpoints/step-000002").mkdir(parents=True)
+    complaint = refused(capsys, "train", "run.toml", "--resume", "old")
+    assert "--resume: old is the folder of a run" in complaint
+    assert "one of old/checkpoints" in complaint
+
+
 def test_all_mistakes_at_once_with_their_lines(capsys: pytest.CaptureFixture[str]):
     Path("run.toml").write_text(RUN.replace("num_steps = 3", "num_step = 3").replace("tensor = 2", "tensor = '2'"))
     complaint = refused(capsys, "train", "run.toml")
