@@ -96,8 +96,8 @@ class _Held:
                 delta = np.abs(np.subtract(piece.values, expected[piece.name][piece.box], dtype=np.float64))
                 there = farthest[piece.name][piece.box]
                 np.maximum(there, delta, out=there)
-                distance = float(np.linalg.norm(delta))
-                if not distance <= worst[piece.name][0]:
+                distance = float(np.nan_to_num(np.linalg.norm(delta), nan=np.inf))
+                if distance > worst[piece.name][0]:
                     worst[piece.name] = distance, record.rank
         for name, values in farthest.items():
             distance = math.inf if (values < 0).any() else float(np.linalg.norm(values))
