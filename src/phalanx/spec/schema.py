@@ -72,12 +72,16 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` begins with (tensor for tensor_parallel), or is most like, or ""."""
+    """The known word that `word` begins with (tensor for tensor_parallel), or is most like; "" if there is none, or
+    several are alike (fp16 is as near to fp64 as to bf16)."""
     word = word.lower()
     lower = {name.lower(): name for name in known}
     begins = [name for name in lower if word.startswith(f"{name}_")]
-    matches = begins or difflib.get_close_matches(word, lower, n=1, cutoff=0.5)
-    return lower[max(matches, key=len)] if matches else ""
+    if begins:
+        return lower[max(begins, key=len)]
+    matches = difflib.get_close_matches(word, lower, n=2, cutoff=0.5)
+    scores = {difflib.SequenceMatcher(a=name, b=word).ratio() for name in matches}
+    return lower[matches[0]] if matches and len(scores) == len(matches) else ""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from phalanx.cli.main import main
 from phalanx.errors import SpecError
 from phalanx.spec.load import TABLES, load
+from phalanx.spec.schema import nearest
 
 GOOD = """\
 [model]
@@ -264,3 +265,8 @@ def test_whatever_is_written_is_taken_or_refused(tmp_path_factory, settings):
     path = write(tmp_path_factory.mktemp("run"), GOOD)
     with contextlib.suppress(SpecError):
         load(path, [f"{key}={text}" for key, text in settings])
+
+
+def test_of_names_that_are_equally_near_none_is_suggested():
+    assert nearest("fp16", ["fp32", "bf16", "fp64"]) == ""
+    assert nearest("fp31", ["fp32", "bf16", "fp64"]) == "fp32"
