@@ -203,8 +203,8 @@ def linear(
         moved = batch * (m * n * result + (n * k + m * k) * e)
         return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, batch=batch, bytes=moved, count=count)
 
-    def cast(suffix: str, size: Size) -> Operation:  # read in 16 bits, written in 8, as is and transposed
-        moved = (e + 2) * batch * tokens * size
+    def cast(suffix: str, size: Size) -> Operation:  # written in 8 bits by the pass before, as is and transposed
+        moved = 2 * batch * tokens * size
         return Operation(name=f"{name}{suffix} cast", kind="elementwise", bytes=moved, count=count)
 
     fused = kernels.fused_sum == "always" or (kernels.fused_sum == "same precision" and into == e)
