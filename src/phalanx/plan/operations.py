@@ -179,7 +179,7 @@ def cut(
         statistic=max(4, element),
         eight_bit=eight_bit,
         experts=model.num_experts // spread,
-        expert_tokens=tokens * model.experts_per_token * spread // max(1, model.num_experts),
+        expert_tokens=np.maximum(1, tokens * model.experts_per_token * spread // max(1, model.num_experts)),
         routed_tokens=tokens * model.experts_per_token,
         expert_groups=layout.data // spread,
     )
