@@ -5,6 +5,7 @@ Exact: all layouts are priced by the bound, and replayed in its order until no u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import LayoutError, Problem
-from phalanx.plan.layout import Layout
+from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.planner import advice, describe, legal, timeline
@@ -95,7 +96,7 @@ def search(
     scan = tuple(priced.scan(np.unique(everything.tensor).tolist(), plans[0]))
     return Search(
         plans=plans,
-        reasons=reasons(plans, scan, task.runner.tie, given={"tensor", "pipeline", "data"} <= set(task.given)),
+        reasons=reasons(plans, scan, task.runner.tie, given=_axes_given(task)),
         scan=scan,
         front=tuple(priced.plan(row, priced.bound_s(row)) for row in priced.front()),
         rejected=tuple(rejected),
@@ -226,6 +227,11 @@ class _Priced:
             detail=self.memory_sum(row),
             instead=instead,
         )
+
+
+def _axes_given(task: Task) -> bool:
+    """Whether the axes that stay use up all devices, so that none was chosen."""
+    return math.prod(task.given.get(axis, 1) for axis in AXES) == task.cluster.num_devices > 1
 
 
 def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:

@@ -151,6 +151,7 @@ def test_scan_and_front() -> None:
         ({"tensor": 2, "pipeline": 1}, "wide for one device"),
         ({"tensor": 2, "pipeline": 2}, "stages across nodes"),
         ({"tensor": 2, "pipeline": 2, "data": 2}, "[layout] gives the axes"),
+        ({"tensor": 4, "pipeline": 2}, "[layout] gives the axes"),
     ],
 )
 def test_reasons_name_the_case(given: dict[str, int], words: str) -> None:
