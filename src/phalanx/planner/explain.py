@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.stages import split
-from phalanx.plan.traffic import Message, traffic
+from phalanx.plan.traffic import COMPUTE_BYTES, Message, traffic
 from phalanx.planner import network
 from phalanx.planner.advice import NAMES
 from phalanx.planner.memory import KINDS
@@ -103,16 +103,19 @@ def _formulas(plan: Plan) -> Iterator[str]:
         f"  micro-batches m = global batch / (data × micro-batch) = {job.global_batch} / ({layout.data} × "
         f"{layout.micro_batch}) = {micro_batches}"
     )
-    bubble = (layout.pipeline - 1) / (micro_batches * layout.virtual_stages + layout.pipeline - 1)
-    yield (
-        f"  bubble with equal stages = (p - 1) / (m v + p - 1) = ({layout.pipeline} - 1) / ({micro_batches} × "
-        f"{layout.virtual_stages} + {layout.pipeline} - 1) = {bubble:.1%}"
-    )
-    payload = layout.micro_batch * job.seq_len * model.hidden * 2
-    yield (
-        f"  one tensor-axis message = b s h × 2 bytes = {layout.micro_batch} × {job.seq_len} × {model.hidden} × 2 = "
-        f"{format_bytes(payload)}"
-    )
+    if layout.pipeline > 1:
+        bubble = (layout.pipeline - 1) / (micro_batches * layout.virtual_stages + layout.pipeline - 1)
+        yield (
+            f"  bubble of 1f1b with equal stages = (p - 1) / (m v + p - 1) = ({layout.pipeline} - 1) / "
+            f"({micro_batches} × {layout.virtual_stages} + {layout.pipeline} - 1) = {bubble:.1%}"
+        )
+    if layout.tensor > 1:
+        size = COMPUTE_BYTES[job.precision]
+        payload = layout.micro_batch * job.seq_len * model.hidden * size
+        yield (
+            f"  one tensor-axis message = b s h × {size} bytes = {layout.micro_batch} × {job.seq_len} × "
+            f"{model.hidden} × {size} = {format_bytes(payload)}"
+        )
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

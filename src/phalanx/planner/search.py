@@ -231,7 +231,8 @@ class _Priced:
 
 def _axes_given(task: Task) -> bool:
     """Whether the axes that stay use up all devices, so that none was chosen."""
-    return math.prod(task.given.get(axis, 1) for axis in AXES) == task.cluster.num_devices > 1
+    sizes = [int(task.given.get(axis, 1)) for axis in AXES]
+    return math.prod(sizes) == task.cluster.num_devices > 1
 
 
 def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:
