@@ -126,7 +126,8 @@ def test_explain_holds_every_message_and_number() -> None:
     for word in ("Memory by pipeline rank", "attention input", "activations", "gradients", "loss and norm", "bubble"):
         assert word in text
     assert sum(row.seconds for row in priced(plan, Coord())) > 0
-    single = explain(predict(LLAMA, replace(JOB, precision="fp32"), SMALL, Layout(tensor=2, data=4)))
+    wide = replace(SMALL, device=replace(DEVICE, flops_per_s={"fp32": 1e12}))
+    single = explain(predict(LLAMA, replace(JOB, precision="fp32"), wide, Layout(tensor=2, data=4)))
     assert "b s h × 4 bytes" in single and "bubble of" not in single
 
 
