@@ -9,6 +9,7 @@ setup: $(STAMP)
 
 # Repeated only when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setting up .venv: some minutes, once"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
