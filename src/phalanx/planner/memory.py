@@ -136,6 +136,21 @@ def memory(
     return by_kind
 
 
+def least(model: ModelSpec, engine: Engine, precision: str, layouts: Candidates) -> Array:
+    """Bytes that the fullest rank needs at least: the mean over the pipeline of its model states, activations left out.
+    What exceeds the device already here cannot fit."""
+    count, states = elements(model, layouts), engine.states_for(precision)
+    total = model.num_layers * count.layer + count.embedding + count.head
+    mean = total / layouts.pipeline
+    shard = mean / (layouts.data * layouts.context)  # experts, cut over their copies only, need more
+    return np.asarray(
+        np.where(layouts.zero >= 3, shard, mean) * states.parameter
+        + np.where(layouts.zero >= 2, shard, mean) * states.gradient
+        + np.where(layouts.zero >= 1, shard, mean) * states.optimizer
+        + engine.context_bytes
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """Elements of parameters on each coordinate, [layouts, coordinates]: all of them, those of `experts`, and the

@@ -16,7 +16,7 @@ from phalanx.errors import LayoutError, Problem
 from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
-from phalanx.planner import advice, describe, legal, timeline
+from phalanx.planner import advice, describe, legal, memory, timeline
 from phalanx.planner.advice import Scanned, reasons
 from phalanx.planner.candidates import Array, Candidates, enumerate_all, of
 from phalanx.planner.engine import OURS, Engine, engine, profiles
@@ -117,19 +117,22 @@ def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout
 
 
 class _Priced:
-    """Legal layouts and their cost: `peak` bytes of the fullest rank, whether that `fits`, and, for those that do,
-    `step_s` by the bound."""
+    """Legal layouts and their cost: `peak` bytes of the fullest rank (at least, where model states alone are too much),
+    whether that `fits`, and, for those that do, `step_s` by the bound."""
 
     def __init__(self, task: Task, layouts: Candidates, *, only_fitting: bool = True) -> None:
         self.task, self.layouts, self.groups = task, layouts, list[Group]()
         self.group_of = np.zeros(len(layouts), dtype=int)
         self.index_of = np.zeros(len(layouts), dtype=int)
-        self.peak, self.step_s = np.empty(len(layouts)), np.full(len(layouts), np.inf)
+        self.peak = memory.least(task.model, task.runner, task.job.precision, layouts)
+        self.step_s = np.full(len(layouts), np.inf)
+        limit = task.cluster.device.memory_bytes if only_fitting else np.inf
         specs = (task.model, task.job, task.cluster, task.runner)
-        for footprint in footprints(*specs, layouts):
-            peak = footprint.memory_bytes.max(1)
-            self.peak[footprint.rows] = peak
-            keep = peak <= task.cluster.device.memory_bytes if only_fitting else np.ones(len(peak), dtype=bool)
+        possible = np.flatnonzero(self.peak <= limit)
+        for footprint in footprints(*specs, layouts.take(possible)):
+            footprint = replace(footprint, rows=possible[footprint.rows])
+            self.peak[footprint.rows] = footprint.memory_bytes.max(1)
+            keep = self.peak[footprint.rows] <= limit
             if keep.any():
                 self._add(price(*specs, footprint.take(keep)))
         self.fits: Array = self.peak <= task.cluster.device.memory_bytes

@@ -16,6 +16,8 @@ from phalanx.plan.schedule import SCHEDULES, schedule
 from phalanx.plan.shards import rank_buffers
 from phalanx.planner import legal, memory, timeline
 from phalanx.planner.candidates import Candidates, of
+from phalanx.planner.engine import engine
+from phalanx.planner.estimate import estimate
 from phalanx.spec.model import ModelSpec
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
@@ -99,6 +101,17 @@ def test_the_bound_is_reached_by_equal_stages_without_transfers() -> None:
     least = timeline.bound("1f1b", times, timeline.stage_places("1f1b", 4, 1), np.array([8]))[0]
     assert least == pytest.approx((8 + 3) * 3.0)
     assert timeline.replay_s("1f1b", times, 0, 4, 1, 8) == pytest.approx(least)
+
+
+@given(layout=layouts, model=st.sampled_from([LLAMA, GPT, replace(LLAMA, num_experts=6, experts_per_token=2)]))
+@settings(max_examples=200, deadline=None)
+def test_no_layout_needs_less_than_the_least(layout: Layout, model: ModelSpec) -> None:
+    layout = replace(layout, virtual_stages=1)
+    if problems(model, JOB, replace(CLUSTER, num_nodes=200), layout):
+        return
+    many, runner = of([layout]), engine("megatron-core-2024")
+    (group,) = estimate(model, JOB, CLUSTER, runner, many)
+    assert memory.least(model, runner, "bf16", many)[0] <= group.memory_bytes[0].max() * (1 + 1e-12)
 
 
 def test_a_layout_survives_the_arrays() -> None:
