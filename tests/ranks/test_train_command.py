@@ -146,3 +146,26 @@ def test_asked_to_stop_a_run_saves_and_goes_on_later(number: str, to_a_rank: boo
     again = command("phalanx", "train", "run.toml", "--run-dir", "run", f"--set=job.num_steps={steps + 2}")
     assert again.returncode == 0, again.stderr
     assert len(losses("run")) == steps + 2
+
+
+STOPS = """
+from pathlib import Path
+from phalanx.errors import Stopped
+from phalanx.plan.plan import Plan
+from phalanx.rundir import RunDir
+from phalanx.trainer.__main__ import work
+
+def stop(plan, run_dir):
+    raise Stopped("enough")
+
+run_dir = RunDir(Path("run"))
+run_dir.create()
+work(Plan.read(Path("plan.json")), run_dir, 0, stop)
+"""
+
+
+def test_rank_of_torchrun_that_stopped_as_asked_complains_of_nothing():
+    """Rank 0 has said it to all; a second time on standard error would look like a failure."""
+    assert command("phalanx", "plan", "run.toml", "-o", "plan.json").returncode == 0
+    ended = command(sys.executable, "-c", STOPS)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (75, "", "")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from phalanx.errors import Stopped
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.trainer import process
@@ -32,7 +33,9 @@ def work(plan: Plan, run_dir: RunDir, rank: int, entry: process.Entry = train) -
     process.dump_stacks_on_request(run_dir.stack(rank))
     remove_dead_rings()
     outcome = process.run(entry, plan, run_dir, rank)
-    if outcome.error:
+    if outcome.exit_code == Stopped.exit_code:  # rank 0 has said so, and nothing went wrong
+        ring_path(run_dir.path, rank).unlink(missing_ok=True)
+    elif outcome.error:
         sys.stderr.write(outcome.error.text + "\n" if outcome.error.for_users else outcome.error.traceback)
         _keep_ring(run_dir, rank)
     if not run_dir.stack(rank).stat().st_size:
