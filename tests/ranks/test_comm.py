@@ -34,6 +34,7 @@ def by_shared_memory(size: int, function: Callable[[Any], Any]) -> list[Any]:
 
 RUNNERS = {"threads": by_threads, "gloo": by_gloo, "shared memory": by_shared_memory}
 SIZES = (2, 3, 4)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -51,69 +52,76 @@ def in_order(terms: list[torch.Tensor]) -> torch.Tensor:
     return total.to(terms[0].dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("runner", RUNNERS.values(), ids=RUNNERS)
-def test_every_operation(runner: Runner, size: int, dtype: torch.dtype) -> None:
-    long = 300_001 if dtype == torch.float32 else 1001  # more than one fragment, not a multiple of anything
+def lengths(dtype: torch.dtype) -> tuple[int, ...]:
+    """More than one fragment where it costs least, and not a multiple of anything."""
+    return (300_001 if dtype == torch.float32 else 1001), 1, 7
 
-    def program(comm: Any) -> dict[str, list[torch.Tensor]]:
-        index = comm.index
-        mine = [values(index, length, dtype=dtype, seed=length) for length in (long, 1, 7)]
-        results = {}
-        for op in ("sum", "max"):
-            tensors = [tensor.clone() for tensor in mine]
-            comm.all_reduce(tensors, purpose="several", op=op)
-            (alone,) = (mine[0].clone(),)
-            comm.all_reduce(alone, purpose="alone", op=op)
-            results[op] = [*tensors, alone]
-        whole = [values(index, size * 5, 3, dtype=dtype, seed=1), values(index, size * 2, dtype=dtype, seed=2)]
-        out = [torch.empty(5, 3, dtype=dtype), torch.empty(2, dtype=dtype)]
-        comm.reduce_scatter(whole, out=out, purpose="pieces")
-        results["reduce_scatter"] = out
-        in_place = whole[0].clone()
-        comm.reduce_scatter(in_place, out=in_place[index * 5 : index * 5 + 5], purpose="in place")
-        results["reduce_scatter in place"] = [in_place[index * 5 : index * 5 + 5].clone()]
-        pieces = [values(index, 5, 3, dtype=dtype, seed=3), values(index, 2, dtype=dtype, seed=4)]
-        gathered = [torch.empty(size * 5, 3, dtype=dtype), torch.empty(size * 2, dtype=dtype)]
-        comm.all_gather(pieces, out=gathered, purpose="pieces")
-        results["all_gather"] = gathered
-        in_place = torch.zeros(size * 5, 3, dtype=dtype)
-        in_place[index * 5 : index * 5 + 5] = pieces[0]
-        comm.all_gather(in_place[index * 5 : index * 5 + 5], out=in_place, purpose="in place")
-        results["all_gather in place"] = [in_place]
-        for root in range(size):
-            tensors = [values(index, 4, 2, dtype=dtype, seed=5), values(index, 3, dtype=dtype, seed=6)]
-            comm.broadcast(tensors, root=root, purpose="from one")
-            results[f"broadcast {root}"] = tensors
-        exchanged = torch.empty(size * 2, 3, dtype=dtype)
-        comm.all_to_all(values(index, size * 2, 3, dtype=dtype, seed=7), out=exchanged, purpose="exchange")
-        results["all_to_all"] = [exchanged]
-        comm.barrier(purpose="end")
-        return results
 
-    answers = runner(size, program)
+def every_operation(comm: Any, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    """What each operation gives one member."""
+    index, size = comm.index, comm.size
+    mine = [values(index, length, dtype=dtype, seed=length) for length in lengths(dtype)]
+    results = {}
+    for op in ("sum", "max"):
+        tensors = [tensor.clone() for tensor in mine]
+        comm.all_reduce(tensors, purpose="several", op=op)
+        alone = mine[0].clone()
+        comm.all_reduce(alone, purpose="alone", op=op)
+        results[op] = [*tensors, alone]
+    whole = [values(index, size * 5, 3, dtype=dtype, seed=1), values(index, size * 2, dtype=dtype, seed=2)]
+    out = [torch.empty(5, 3, dtype=dtype), torch.empty(2, dtype=dtype)]
+    comm.reduce_scatter(whole, out=out, purpose="pieces")
+    in_place = whole[0].clone()
+    comm.reduce_scatter(in_place, out=in_place[index * 5 : index * 5 + 5], purpose="in place")
+    results["reduce_scatter"] = [*out, in_place[index * 5 : index * 5 + 5].clone()]
+    pieces = [values(index, 5, 3, dtype=dtype, seed=3), values(index, 2, dtype=dtype, seed=4)]
+    gathered = [torch.empty(size * 5, 3, dtype=dtype), torch.empty(size * 2, dtype=dtype)]
+    comm.all_gather(pieces, out=gathered, purpose="pieces")
+    in_place = torch.zeros(size * 5, 3, dtype=dtype)
+    in_place[index * 5 : index * 5 + 5] = pieces[0]
+    comm.all_gather(in_place[index * 5 : index * 5 + 5], out=in_place, purpose="in place")
+    results["all_gather"] = [*gathered, in_place]
+    for root in range(size):
+        tensors = [values(index, 4, 2, dtype=dtype, seed=5), values(index, 3, dtype=dtype, seed=6)]
+        comm.broadcast(tensors, root=root, purpose="from one")
+        results[f"broadcast {root}"] = tensors
+    exchanged = torch.empty(size * 2, 3, dtype=dtype)
+    comm.all_to_all(values(index, size * 2, 3, dtype=dtype, seed=7), out=exchanged, purpose="exchange")
+    results["all_to_all"] = [exchanged]
+    comm.barrier(purpose="end")
+    return results
+
+
+def what_it_should_be(index: int, size: int, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    """The same, from what all members sent."""
 
     def sent(seed: int, *shape: int) -> list[torch.Tensor]:
         return [values(rank, *shape, dtype=dtype, seed=seed) for rank in range(size)]
 
-    for index, results in enumerate(answers):
-        expected = {
-            "sum": [in_order(sent(length, length)) for length in (long, 1, 7, long)],
-            "max": [torch.stack(sent(length, length)).amax(0) for length in (long, 1, 7, long)],
-            "reduce_scatter": [
-                in_order(sent(1, size * 5, 3))[index * 5 : index * 5 + 5],
-                in_order(sent(2, size * 2))[index * 2 : index * 2 + 2],
-            ],
-            "reduce_scatter in place": [in_order(sent(1, size * 5, 3))[index * 5 : index * 5 + 5]],
-            "all_gather": [torch.cat(sent(3, 5, 3)), torch.cat(sent(4, 2))],
-            "all_gather in place": [torch.cat(sent(3, 5, 3))],
-            "all_to_all": [torch.cat([term[index * 2 : index * 2 + 2] for term in sent(7, size * 2, 3)])],
-        } | {f"broadcast {root}": [sent(5, 4, 2)[root], sent(6, 3)[root]] for root in range(size)}
-        assert results.keys() == expected.keys()
-        for name, tensors in results.items():
-            for got, wanted in zip(tensors, expected[name], strict=True):
-                assert torch.equal(got, wanted), f"{name} on member {index}"
+    five, two = slice(index * 5, index * 5 + 5), slice(index * 2, index * 2 + 2)
+    first = in_order(sent(1, size * 5, 3))[five]
+    reduced = [sent(length, length) for length in (*lengths(dtype), lengths(dtype)[0])]
+    return {
+        "sum": [in_order(terms) for terms in reduced],
+        "max": [torch.stack(terms).amax(0) for terms in reduced],
+        "reduce_scatter": [first, in_order(sent(2, size * 2))[two], first],
+        "all_gather": [torch.cat(sent(3, 5, 3)), torch.cat(sent(4, 2)), torch.cat(sent(3, 5, 3))],
+        "all_to_all": [torch.cat([term[two] for term in sent(7, size * 2, 3)])],
+        **{f"broadcast {root}": [sent(5, 4, 2)[root], sent(6, 3)[root]] for root in range(size)},
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("runner", RUNNERS.values(), ids=RUNNERS)
+def test_every_operation(runner: Runner, size: int) -> None:
+    answers = runner(size, lambda comm: {dtype: every_operation(comm, dtype) for dtype in DTYPES})
+    for index, by_dtype in enumerate(answers):
+        for dtype, results in by_dtype.items():
+            expected = what_it_should_be(index, size, dtype)
+            assert results.keys() == expected.keys()
+            for name, tensors in results.items():
+                for got, wanted in zip(tensors, expected[name], strict=True):
+                    assert torch.equal(got, wanted), f"{name} of {dtype} on member {index}"
 
 
 @pytest.mark.parametrize("runner", RUNNERS.values(), ids=RUNNERS)
