@@ -113,6 +113,7 @@ class Outlet(_Stream):
         slot = self._free.pop()
         for start, piece in pieces:
             self.view(dtype, slot, start, piece.shape).copy_(piece)
+        # copy_ let go of the interpreter's lock and took it again, which orders its stores before those that follow.
         words, number = self.words, self.posted
         entry = self.table + 2 * (number % self.num_slots)
         words[entry], words[entry + 1] = slot, signature
