@@ -94,7 +94,8 @@ def ensure(data: DataSpec, vocab: int, where: Path, console: Console | None = No
 
 
 def text_files(text: str) -> list[Path]:
-    """The files that `data.text` names, in a fixed order: a glob (`**` for any depth), or `python-stdlib`."""
+    """The files that `data.text` names, in a fixed order: a glob (`**` for any depth), or `python-stdlib`. A file that
+    links lead to by several paths is taken once, by the first."""
     if text == PYTHON_STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         sources = (path for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
@@ -105,7 +106,8 @@ def text_files(text: str) -> list[Path]:
         where = str(Path(text).absolute()) if text != PYTHON_STDLIB else str(root)
         advice = f'a glob such as "books/**/*.txt", or "{PYTHON_STDLIB}" for the source files of this Python'
         raise DataError(f'data.text = "{text}" matches no file', where=where, instead=advice)
-    return sorted(found, key=lambda path: path.as_posix())
+    once = {path.resolve(): path for path in sorted(found, key=lambda path: path.as_posix(), reverse=True)}
+    return sorted(once.values(), key=lambda path: path.as_posix())
 
 
 def _manifest(text: str, vocab: int, files: list[Path]) -> Manifest:

@@ -97,6 +97,8 @@ def read(path: Path, *, asked_at: str = "") -> Document:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(_syntax_problem(name, text, str(error))) from None
+    except RecursionError:
+        raise SpecError("is nested too deeply", where=name) from None
     places = {key: Place(text=f"{name}:{line}", folder=path.parent) for key, line in _Scanner(text).scan().items()}
     return Document(table=table, places={(): Place(text=name, folder=path.parent), **places})
 
@@ -152,6 +154,7 @@ def _syntax_problem(name: str, text: str, message: str) -> Problem:
     reason, number = (match[1], int(match[2] or len(lines))) if match else (message, len(lines))
     number = min(number, len(lines))
     line = lines[number - 1].strip()
+    line = line if len(line) <= 100 else f"{line[:97]}..."
     instead = ""
     if re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z][\w./ -]*(#.*)?", line):
         instead = 'text needs quotes: key = "text" (true and false are written small)'

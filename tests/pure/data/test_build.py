@@ -173,6 +173,13 @@ def test_a_run_file_may_name_the_standard_library(tmp_path: Path):
     assert load(run, [f"data.text={PYTHON_STDLIB}"]).job.data == DataSpec(text=PYTHON_STDLIB)
 
 
+def test_links_do_not_repeat_a_text(books: Path):
+    plain = text_files(f"{books}/**/*.txt")
+    (books / "loop").symlink_to(".")
+    (books / "z.txt").symlink_to("a.txt")
+    assert text_files(f"{books}/**/*.txt") == plain
+
+
 def test_a_glob_without_files_is_refused(tmp_path: Path):
     with pytest.raises(DataError) as caught:
         text_files(f"{tmp_path}/*.txt")

@@ -216,3 +216,12 @@ def test_files_that_cannot_be_read(tmp_path):
             document.read(path)
         assert str(caught.value).startswith(str(path))
         assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_endless_lines_and_depths_are_refused_in_a_few_words(tmp_path):
+    path = tmp_path / "run.toml"
+    for text, said in (("[" * 100_000, "is not TOML"), ("a = " + "[" * 5_000, "is nested too deeply|is not TOML")):
+        path.write_text(text)
+        with pytest.raises(SpecError, match=said) as caught:
+            document.read(path)
+        assert len(str(caught.value)) < 500
