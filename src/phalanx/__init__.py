@@ -1,5 +1,41 @@
-"""Phalanx plans, runs and checks the training of transformers over tensor, pipeline and data axes."""
+"""Phalanx plans, runs and checks the training of transformers over tensor, pipeline and data axes.
+
+The names below are public: what a run file holds, what a plan is made of, and the functions between them. Each is
+loaded when it is first asked for, so that importing the package costs nothing; none of them loads torch.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+_HOMES = {
+    "phalanx.errors": ("CheckFailed", "InputError", "PhalanxError", "Problem", "RunError"),
+    "phalanx.launch.local": ("start",),
+    "phalanx.plan.groups": ("groups",),
+    "phalanx.plan.layout": ("Coord", "Layout"),
+    "phalanx.plan.plan": ("Plan", "Prediction"),
+    "phalanx.plan.schedule": ("Schedule", "schedule"),
+    "phalanx.plan.shards": ("Buffer", "rank_buffers"),
+    "phalanx.plan.traffic": ("Message", "traffic"),
+    "phalanx.planner.search": ("predict", "search"),
+    "phalanx.rundir": ("RunDir",),
+    "phalanx.spec.cluster": ("ClusterSpec",),
+    "phalanx.spec.job": ("JobSpec",),
+    "phalanx.spec.load": ("load",),
+    "phalanx.spec.model": ("ModelSpec",),
+    "phalanx.studies.verify": ("verify",),
+}
+
+__all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names)])
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'phalanx' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__
