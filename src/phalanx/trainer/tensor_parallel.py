@@ -191,12 +191,14 @@ class _Row(Function):
         _keep(ctx, inputs, again)
         ctx.weight, ctx.bias, ctx.parallel, ctx.purpose = weight, bias, parallel, purpose
         ctx.has_residual = residual is not None
-        if parallel.comm.size == 1 and residual is not None:
-            output = torch.addmm(residual, inputs, weight.value.t())
+        # Where all ranks hold the same residual, the first one's matrix product adds it before the sum over ranks.
+        if residual is not None and not parallel.cuts_tokens and parallel.comm.index == 0:
+            partial = torch.addmm(residual, inputs, weight.value.t())
         else:
-            output = parallel.reduce(inputs @ weight.value.t(), f"{purpose} output")
-            if residual is not None:
-                output.add_(residual)
+            partial = inputs @ weight.value.t()
+        output = parallel.reduce(partial, f"{purpose} output")
+        if residual is not None and parallel.cuts_tokens:
+            output.add_(residual)
         return output if bias is None else output.add_(bias.value)
 
     @staticmethod
