@@ -68,6 +68,8 @@ class Plan:
         for keys that are missing, unknown or wrong; all of them are named."""
         try:
             table = json.loads(read_text(path))
+        except RecursionError:
+            raise SpecError("is not a plan: it is nested too deeply", where=str(path), instead=_REMEDY) from None
         except json.JSONDecodeError as error:
             raise SpecError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}", instead=_REMEDY) from None
         if not isinstance(table, dict) or "format_version" not in table:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from phalanx.spec.schema import Below1, Count, Positive, Whole
+from phalanx.spec.schema import Below1, Count, Positive, Range, Whole
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
@@ -46,7 +46,7 @@ class ModelSpec:
     """
 
     name: str
-    num_layers: Count
+    num_layers: Annotated[int, Range(at_least=1, at_most=100_000)]  # more is a slip, and would keep the planner busy
     hidden: Count
     num_heads: Count
     num_kv_heads: Count

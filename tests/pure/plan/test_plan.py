@@ -227,3 +227,10 @@ def test_differences_name_the_keys():
         "job.seq_len: 64 here, 128 there",
         "layout.stage_layers: [15, 17] here, null there",
     ]
+
+
+def test_a_plan_nested_without_end_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(SpecError, match="nested too deeply"):
+        Plan.read(path)
