@@ -26,12 +26,15 @@ counted them). The first one prepares, too."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
     """`load()` imports what is needed, in the process that then forks `num_ranks` ranks, so that no contender carries
-    the modules of another. Each rank runs `steps(rank, folder)`; `folder` is empty, of this turn only, and shared."""
+    the modules of another. Each rank runs `steps(rank, folder)`; `folder` is empty, of this turn only, and shared.
+    `copies`: how many times the ranks do the same work, side by side; CPU seconds are those of one.
+    """
 
     name: str
     num_ranks: int
     steps: Callable[[int, Path], Steps]
     load: Callable[[], None] = lambda: None
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ def take_turn(contender: Contender, num_steps: int, num_warm_ups: int = 1) -> Tu
     wall_s, answers = min(steps, key=lambda step: step[0])
     kinds = {kind for answer in answers for kind in answer["blocked_s"]}
     return Turn(
-        cpu_s=min(sum(answer["cpu_s"] for answer in answers) for _, answers in steps),
+        cpu_s=min(sum(answer["cpu_s"] for answer in answers) for _, answers in steps) / contender.copies,
         wall_s=wall_s,
         blocked={
             kind: sum(answer["blocked_s"].get(kind, 0.0) for answer in answers) / len(answers) / wall_s

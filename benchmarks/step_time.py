@@ -3,6 +3,9 @@
 All contenders take turns, round by round, so that what else the machine does hits all alike. The figure to trust on a
 shared machine is CPU seconds per step, summed over ranks, as a ratio within one round; the median of the rounds is held
 against aims.json, and the exit code is 1 if one exceeds its aim by more than 5 %.
+
+Cores that share caches and memory slow each other down, by 10 % on some machines. Layouts of several processes are
+therefore compared with one process while a copy of it keeps another core as busy, "one process, twice".
 """
 
 from __future__ import annotations
@@ -82,6 +85,7 @@ PEERS = {
     "2 × 2 × 2": "DTensor × fully_shard × 1F1B",
     "2 × 2 × 2, sequence parallel": "DTensor × fully_shard × 1F1B",
 }
+TWICE = "one process, twice"
 TOLERANCE = 0.05
 AXES = ("tensor", "pipeline", "data")
 _ANYTHING = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
@@ -89,8 +93,9 @@ _ANYTHING = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
 Rounds = Mapping[str, Sequence[Turn]]
 
 
-def ours(name: str, layout: Layout, data: Path) -> Contender:
-    """This trainer with `layout`, over the tokens at the prefix `data`."""
+def ours(name: str, layout: Layout, data: Path, copies: int = 1) -> Contender:
+    """This trainer with `layout`, over the tokens at the prefix `data`; or copies of one process, side by side."""
+    assert copies == 1 or layout.num_ranks == 1, "only one process can be copied"
     device = Device(name="unknown", memory_bytes=2**33, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11})
     plan = Plan(
         model=MODEL,
@@ -119,8 +124,9 @@ def ours(name: str, layout: Layout, data: Path) -> Contender:
 
     def steps(rank: int, folder: Path) -> Steps:
         keep_freed_memory()
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        world = join(plan, RunDir(folder))
+        mine, copy = rank % layout.num_ranks, rank // layout.num_ranks
+        os.environ.update(RANK=str(mine), LOCAL_RANK=str(mine))
+        world = join(plan, RunDir(folder / f"copy-{copy}"))
         source = Source(data, SEQ_LEN, plan.job.seed, GLOBAL_BATCH, MODEL.vocab)
         engine = Engine(plan, world.coord, world.comm, world.device)
         try:
@@ -131,7 +137,7 @@ def ours(name: str, layout: Layout, data: Path) -> Contender:
         finally:
             world.close()
 
-    return Contender(name=name, num_ranks=layout.num_ranks, steps=steps, load=load)
+    return Contender(name=name, num_ranks=layout.num_ranks * copies, steps=steps, load=load, copies=copies)
 
 
 def step(engine: Engine, source: Source, number: int) -> None:
@@ -176,6 +182,7 @@ def run(names: Sequence[str], num_rounds: int, num_steps: int, with_references: 
             writer.add(np.random.default_rng(0).integers(0, MODEL.vocab, 64 * GLOBAL_BATCH * SEQ_LEN, dtype=np.uint16))
             writer.end_document()
         contenders = [ours(name, LAYOUTS[name], data) for name in names]
+        contenders.insert(1, ours(TWICE, LAYOUTS["one process"], data, copies=2))
         if with_references:
             wanted = {"plain, our allocator settings", *(PEERS[name] for name in names)}
             contenders += [reference for reference in references() if reference.name in wanted]
