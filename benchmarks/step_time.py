@@ -4,8 +4,8 @@ All contenders take turns, round by round, so that what else the machine does hi
 shared machine is CPU seconds per step, summed over ranks, as a ratio within one round; the median of the rounds is held
 against aims.json, and the exit code is 1 if one exceeds its aim by more than 5 %.
 
-Cores that share caches and memory slow each other down, by 10 % on some machines. Layouts of several processes are
-therefore compared with one process while a copy of it keeps another core as busy, "one process, twice".
+Cores that share caches and memory slow each other down, by 10 % on some machines: "one process, twice", one process
+while a copy of it keeps another core as busy, shows by how much. aims.json says what each layout is held against.
 """
 
 from __future__ import annotations
