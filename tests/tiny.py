@@ -9,18 +9,7 @@ from phalanx.plan.plan import Plan
 from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import JobSpec, OptimizerSpec
 from phalanx.spec.model import ModelSpec
-
-STYLES: dict[str, dict[str, Any]] = {
-    "llama": {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "tied": False},
-    "gpt2": {
-        "norm": "layernorm",
-        "activation": "gelu_tanh",
-        "positions": "learned",
-        "tied": True,
-        "qkv_bias": True,
-        "bias": True,
-    },
-}
+from phalanx.spec.models import STYLES
 
 
 def tiny_model(style: str = "llama", **changes: Any) -> ModelSpec:

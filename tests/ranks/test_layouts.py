@@ -84,7 +84,7 @@ def reference(model: ModelSpec) -> tuple[list[float], list[float], dict[str, Ten
     return result["losses"], result["norms"], gradients
 
 
-def compare(plan: Plan) -> None:
+def check_against_one_process(plan: Plan) -> None:
     losses, norms, gradients = reference(plan.model)
     names = set()
     for rank, result in enumerate(run_worlds(plan.layout, on_rank, plan, model=plan.model, timeout=90)):
@@ -112,17 +112,17 @@ DROPOUT = [
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unusual_layout_equals_one_process(case: str) -> None:
     model, layout = UNUSUAL[case]
-    compare(tiny_plan(layout, model))
+    check_against_one_process(tiny_plan(layout, model))
 
 
 @pytest.mark.parametrize("layout", DROPOUT, ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_dropout_does_not_depend_on_the_layout(style: str, layout: Layout) -> None:
-    compare(tiny_plan(layout, tiny_model(style, dropout=0.1, attention_dropout=0.1)))
+    check_against_one_process(tiny_plan(layout, tiny_model(style, dropout=0.1, attention_dropout=0.1)))
 
 
 @pytest.mark.parametrize(
     ("name", "layout"), layouts(), ids=[f"{name} {layout}".replace(", micro-batch 1", "") for name, layout in layouts()]
 )
 def test_layout_equals_one_process(name: str, layout: Layout) -> None:
-    compare(tiny_plan(layout, models()[name]))
+    check_against_one_process(tiny_plan(layout, models()[name]))

@@ -174,8 +174,8 @@ class Layer:
     """One transformer block: attention and feed-forward, each behind a norm and added to the residual stream.
 
     With `recomputes`, what is cheap to make again from tensors that are kept anyway is not kept for backward: outputs
-    of norms and of the activation, and attention's output in its second shape. (Turning queries and keys again would
-    save nothing: only the turned ones are kept.)
+    of norms and of the activation, and attention's output in its second shape, where that is a copy. (Turning queries
+    and keys again would save nothing: only the turned ones are kept.)
     """
 
     def __init__(
