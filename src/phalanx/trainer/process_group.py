@@ -10,6 +10,7 @@ takes part in the creation of every group, is not needed.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -222,4 +223,6 @@ def _unpack(packed: Tensor, tensors: tuple[Tensor, ...]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip()
+    """What a library says, without where in its sources it says so and its general advice."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[[^\]]*\]|This is typically caused by.*", "", line).strip()

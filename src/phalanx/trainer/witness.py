@@ -1,23 +1,28 @@
-"""What the other members of a group are doing, from their ring files, when a call of this rank fails."""
+"""What the other members of a group are doing, from their ring files, when a call of this rank fails.
+
+Ring files lie in the memory of a host: of members on other hosts, only their address is known here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import RunError
 from phalanx.plan.comm import Group
 from phalanx.trainer.comm import Call
 from phalanx.watch.events import Call as Record
-from phalanx.watch.events import RingState, in_words, process_status, read_ring
+from phalanx.watch.events import RingState, in_words, process_status, ranks_in_words, read_ring
 
 _COUNTERPART = {"send": "recv", "recv": "send"}
 
 
-def testify(group: Group, call: Call, *, index: int, rings: Mapping[int, Path]) -> str:
-    """A line for each member that this call waited for and that has not made it, or made another one in its place.
+def testify(group: Group, call: Call, *, index: int, rings: Mapping[int, Path], elsewhere: Mapping[int, str]) -> str:
+    """A line for each member that this call waited for and that has not made it, or made another one in its place; and
+    for each other host that it waited for.
 
-    `index` is this rank's in the group, `rings` has the ring files that can be read. Empty if there is nothing to tell.
+    `index` is this rank's in the group, `rings` has the ring files that can be read, `elsewhere` the addresses of ranks
+    on other hosts. Empty if there is nothing to tell.
     """
     message = call.shape.operation in _COUNTERPART
     waited_for = [call.shape.peer] if message else [member for member in range(group.size) if member != index]
@@ -37,7 +42,18 @@ def testify(group: Group, call: Call, *, index: int, rings: Mapping[int, Path]) 
         same = next((record for record in came if record.sequence == call.sequence), None)
         if same and not _equal(same, call):
             lines.append(f"made another call: rank {rank}: {same} ({same.num_bytes} bytes); {same.place}")
-    return "\n".join(lines)
+    return "\n".join(lines + _other_hosts([group.ranks[member] for member in waited_for], elsewhere))
+
+
+def _other_hosts(ranks: Sequence[int], elsewhere: Mapping[int, str]) -> list[str]:
+    by_address: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank in elsewhere:
+            by_address.setdefault(elsewhere[rank], []).append(rank)
+    return [
+        f"on the host at {address}, not visible from here: rank{'s' if len(there) > 1 else ''} {ranks_in_words(there)}"
+        for address, there in by_address.items()
+    ]
 
 
 def _like(state: RingState, group: Group, me: int, call: Call) -> list[Record]:

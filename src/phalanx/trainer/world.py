@@ -212,6 +212,10 @@ def connect(
     elif listener:
         listener.socket.close()
     readable = {other: path for other, path in (rings or {}).items() if other in local}
+    addresses = dict.fromkeys(range(num_ranks), _LOOPBACK)
+    if len(local) < num_ranks:
+        addresses = _addresses(store, rank, num_ranks, master, timeout_s)
+    elsewhere = {other: address for other, address in addresses.items() if other not in local}
     comms = {}
     for number, group in enumerate(all_groups):
         if rank not in group.ranks:
@@ -221,7 +225,7 @@ def connect(
         if neighbours and set(group.ranks) <= set(local):
             transport = SharedMemoryTransport(neighbours, group, index, number)
         else:
-            address = _LOOPBACK if set(group.ranks) <= set(local) else _own_address(*master)
+            address = _LOOPBACK if set(group.ranks) <= set(local) else addresses[rank]
             transport = _between_hosts(store, group, index, device, address, timeout_s)
         comms[group.name] = GroupComm(
             group,
@@ -229,7 +233,7 @@ def connect(
             transport,
             recorder,
             timeout_s=timeout_s,
-            witness=partial(testify, index=index, rings=readable),
+            witness=partial(testify, index=index, rings=readable, elsewhere=elsewhere),
         )
     return comms, neighbours
 
@@ -254,6 +258,20 @@ def _host() -> str:
     if boot.exists() and network.exists():
         return f"{boot.read_text().strip()} {os.readlink(network)}"
     return platform.node()
+
+
+def _addresses(
+    store: dist.Store, rank: int, num_ranks: int, master: tuple[str, int], timeout_s: float
+) -> dict[int, str]:
+    """Each rank's address on the network between the hosts.
+
+    A host may resolve its own name, and so `master`, to a loopback address: it then takes the one that leads to another
+    host.
+    """
+    own = exchange(store, rank, num_ranks, "address", _own_address(*master), timeout_s=timeout_s)
+    outside = next((address for address in own if not address.startswith("127.")), _LOOPBACK)
+    better = _own_address(outside, 0) if own[rank].startswith("127.") else own[rank]
+    return dict(enumerate(exchange(store, rank, num_ranks, "outside address", better, timeout_s=timeout_s)))
 
 
 def _own_address(master: str, port: int) -> str:
