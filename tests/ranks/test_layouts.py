@@ -75,17 +75,18 @@ def on_rank(world: World, plan: Plan) -> dict[str, Any]:
 
 
 @functools.cache
-def reference(model: ModelSpec) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    engine = solo_engine(tiny_plan(Layout(micro_batch=4), model))
+def reference(model: ModelSpec, **job: Any) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    engine = solo_engine(tiny_plan(Layout(micro_batch=4), model, **job))
     tokens, labels, num_supervised = masked_batch(engine.plan, 0)
     engine.forward_backward(engine.micro_batches(tokens, labels, num_supervised, 0))
     gradients = {name: value.clone() for name, value in collect(engine.data.slices, "gradients").items()}
-    result = train(solo_engine(tiny_plan(Layout(micro_batch=4), model)))
+    result = train(solo_engine(tiny_plan(Layout(micro_batch=4), model, **job)))
     return result["losses"], result["norms"], gradients
 
 
-def check_against_one_process(plan: Plan) -> None:
-    losses, norms, gradients = reference(plan.model)
+def check_against_one_process(model: ModelSpec, layout: Layout, **job: Any) -> None:
+    plan = tiny_plan(layout, model, **job)
+    losses, norms, gradients = reference(model, **job)
     names = set()
     for rank, result in enumerate(run_worlds(plan.layout, on_rank, plan, model=plan.model, timeout=90)):
         assert result["losses"] == pytest.approx(losses, rel=TOLERANCE), f"loss on rank {rank}"
@@ -109,20 +110,33 @@ DROPOUT = [
 ]
 
 
+OBJECTIVE = [
+    Layout(tensor=4, data=2, zero=1),
+    Layout(tensor=2, pipeline=2, data=2, sequence_parallel=True),
+    Layout(pipeline=2, data=2, zero=3),
+]
+
+
+@pytest.mark.parametrize("layout", OBJECTIVE, ids=str)
+def test_smoothing_and_z_loss_do_not_depend_on_the_layout(layout: Layout) -> None:
+    """The last rank's part of the vocabulary is the smaller one: 250 ids are padded to 256."""
+    check_against_one_process(tiny_model(tied=True), layout, label_smoothing=0.1, z_loss=1e-2)
+
+
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unusual_layout_equals_one_process(case: str) -> None:
     model, layout = UNUSUAL[case]
-    check_against_one_process(tiny_plan(layout, model))
+    check_against_one_process(model, layout)
 
 
 @pytest.mark.parametrize("layout", DROPOUT, ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_dropout_does_not_depend_on_the_layout(style: str, layout: Layout) -> None:
-    check_against_one_process(tiny_plan(layout, tiny_model(style, dropout=0.1, attention_dropout=0.1)))
+    check_against_one_process(tiny_model(style, dropout=0.1, attention_dropout=0.1), layout)
 
 
 @pytest.mark.parametrize(
     ("name", "layout"), layouts(), ids=[f"{name} {layout}".replace(", micro-batch 1", "") for name, layout in layouts()]
 )
 def test_layout_equals_one_process(name: str, layout: Layout) -> None:
-    check_against_one_process(tiny_plan(layout, models()[name]))
+    check_against_one_process(models()[name], layout)

@@ -30,6 +30,7 @@ from phalanx.planner.engine import engine
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import model as blocks
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
+from phalanx.trainer.loss import Objective
 from phalanx.trainer.recompute import checkpointed
 from phalanx.trainer.tensor_parallel import TensorParallel
 
@@ -133,7 +134,9 @@ class Case:
             flat.allocate_gradients()
             torch.nn.init.normal_(flat.parameters, std=0.02)
             flats.append(flat)
-        watched = blocks.build(flats, model, seq_len, parallel, flats[0] if model.tied else None, _Nobody(), recompute)
+        tied = flats[0] if model.tied else None
+        objective = Objective(vocab=model.vocab)
+        watched = blocks.build(flats, model, seq_len, parallel, tied, _Nobody(), recompute, objective)
         self.block = next(block for block in watched.blocks if block.buffer.layout.name == name)
         self.lasting = [tensor for flat in flats for tensor in (flat.parameters, flat.gradients)]
         if isinstance(self.block, blocks.Layer) and self.block.attention.rotation is not None:

@@ -65,7 +65,9 @@ class JobSpec:
     """One training job. `global_batch` counts sequences per optimizer step, `seq_len` tokens per sequence.
 
     `precision` is that of compute; master weights and optimizer state stay fp32 ("fp64" is float64 all through: for
-    checking). `comm` "auto" moves data between processes of one host through shared memory, "gloo" switches that off.
+    checking). `label_smoothing` is the part of each target that all ids share equally, `z_loss` the weight of log² Z,
+    with Z the sum of a token's exponentiated logits: both belong to the loss that is trained and shown.
+    `comm` "auto" moves data between processes of one host through shared memory, "gloo" switches that off.
     `comm_timeout_s` ends a collective that waits longer.
     """
 
@@ -84,3 +86,5 @@ class JobSpec:
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step reads."""
         return self.global_batch * self.seq_len
+    label_smoothing: Below1 = 0.0
+    z_loss: NotNegative = 0.0

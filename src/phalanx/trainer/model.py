@@ -21,6 +21,7 @@ from phalanx.plan.shards import Leaf, Piece
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.flat import FlatBuffer, Products, Weight
+from phalanx.trainer.loss import Objective, head_loss
 from phalanx.trainer.recompute import checkpointed
 from phalanx.trainer.tensor_parallel import Again, TensorParallel
 
@@ -249,9 +250,16 @@ class Head:
     """
 
     def __init__(
-        self, buffer: FlatBuffer, source: FlatBuffer, leaf: Leaf, model: ModelSpec, parallel: TensorParallel
+        self,
+        buffer: FlatBuffer,
+        source: FlatBuffer,
+        leaf: Leaf,
+        model: ModelSpec,
+        parallel: TensorParallel,
+        objective: Objective,
     ) -> None:
         self.buffer, self.weight, self.parallel = buffer, source.weights[leaf.name], parallel
+        self.objective = objective
         self.reads = (buffer,) if source is buffer else (buffer, source)
         self.reads_in_backward: tuple[FlatBuffer, ...] = ()
         self.backward_within_forward = True
@@ -262,8 +270,15 @@ class Head:
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Loss of `batch`."""
         assert inputs is not None
-        labels = batch.labels.flatten()
-        return self.parallel.head_loss(self.norm(inputs), self.weight, labels, self.vocabulary, batch.num_supervised)
+        return head_loss(
+            self.norm(inputs),
+            self.weight,
+            batch.labels.flatten(),
+            self.vocabulary,
+            batch.num_supervised,
+            self.objective,
+            self.parallel,
+        )
 
 
 class Stage:
@@ -356,6 +371,7 @@ def build(
     tied_embedding: FlatBuffer | None,
     watcher: Watcher,
     recompute: Recompute,
+    objective: Objective,
 ) -> Stage:
     """The stage whose blocks' parameters are `buffers`, in order. `tied_embedding`: the embedding's buffer where a tied
     head shares it on this rank."""
@@ -367,7 +383,7 @@ def build(
         elif buffer.layout.name == "head":
             source = buffer if "head" in buffer.weights else tied_embedding
             assert source is not None, "a tied head without its embedding"
-            blocks.append(Head(buffer, source, _vocabulary_leaf(source), model, parallel))
+            blocks.append(Head(buffer, source, _vocabulary_leaf(source), model, parallel, objective))
         else:
             if rotation is None:
                 rotation = rotation_table(model, seq_len, buffer.parameters.dtype, buffer.parameters.device)

@@ -1,5 +1,5 @@
-"""Tensor parallelism after Megatron-LM, with or without sequence parallelism: linear layers cut by columns or rows, an
-embedding and a loss cut by the vocabulary.
+"""Tensor parallelism after Megatron-LM, with or without sequence parallelism: linear layers cut by columns or rows, and
+an embedding cut by the vocabulary (`loss` has the head).
 
 Activations are matrices [tokens, features], tokens in order of (sequence, position). Between half-blocks every tensor
 rank holds all tokens; under sequence parallelism (Korthikanti et al. 2022) it holds its even slice of them, an
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.plan.comm import Comm
-from phalanx.plan.traffic import HEAD_ROWS
 from phalanx.trainer.flat import Weight, add_product
 
 Again = Callable[[], Tensor]
@@ -74,17 +73,6 @@ class TensorParallel:
         """Rows of the embedding for `tokens` [all tokens] (int64) → [tokens, hidden]. This rank holds the vocabulary
         from `first_row` on. `anchor` is any scalar that requires a gradient: it ties the result into autograd."""
         return _apply(_Embedding, anchor, tokens, weight, first_row, self)
-
-    def head_loss(
-        self, inputs: Tensor, weight: Weight, labels: Tensor, vocabulary: range, num_supervised: int
-    ) -> Tensor:
-        """Sum over tokens of the cross-entropy, divided by `num_supervised`: a float64 scalar, equal on all ranks.
-
-        `inputs` [tokens, hidden]; `labels` [all tokens], negative where not supervised. `vocabulary`: the real (not
-        padding) entries that this rank holds. Gradients are computed here and now, chunk by chunk; `backward` only
-        hands the input's gradient on.
-        """
-        return _apply(_HeadLoss, inputs, weight, labels, vocabulary, num_supervised, self)
 
     def gather(self, inputs: Tensor, purpose: str) -> Tensor:
         """[tokens, features] → [all tokens, features]; the input itself where tokens are not cut."""
@@ -232,65 +220,3 @@ class _Embedding(Function):
             full = full.masked_fill(ctx.elsewhere, 0)
         ctx.weight.grad.index_add_(0, ctx.tokens, full.to(ctx.weight.grad.dtype))
         return None, None, None, None, None
-
-
-class _HeadLoss(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Weight,
-        labels: Tensor,
-        vocabulary: range,
-        num_supervised: int,
-        parallel: TensorParallel,
-    ) -> Tensor:
-        rows = len(vocabulary)
-        real = Weight(weight.value[:rows], weight.grad[:rows])
-        inputs = parallel.gather(inputs, "head input")
-        input_grad = torch.empty_like(inputs)
-        total = torch.zeros((), dtype=torch.float64, device=inputs.device)
-        for start in range(0, inputs.shape[0], HEAD_ROWS):
-            chunk = slice(start, start + HEAD_ROWS)
-            loss, input_grad[chunk] = _chunk_loss(
-                inputs[chunk], real, labels[chunk], vocabulary.start, num_supervised, parallel.comm
-            )
-            total += loss
-        ctx.input_grad = parallel.reduce(input_grad, "head input gradient")
-        return total / num_supervised
-
-    @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        input_grad, ctx.input_grad = ctx.input_grad, None
-        return input_grad * output_grad.to(input_grad.dtype), None, None, None, None, None
-
-
-def _chunk_loss(
-    inputs: Tensor, weight: Weight, labels: Tensor, first_row: int, num_supervised: int, comm: Comm
-) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient (correctness.md 22, 23).
-
-    Each rank reduces its own columns; row maximum, sum of exponentials and target logit of all ranks then meet in one
-    small message. With z the logits and Z their log-sum-exp, d loss / d z = exp(z - Z) - onehot(label).
-    """
-    scores = (inputs @ weight.value.t()).to(weight.grad.dtype)
-    supervised = labels >= 0
-    local = labels - first_row
-    here = supervised & (local >= 0) & (local < scores.shape[1])
-    local = local.clamp(0, scores.shape[1] - 1).unsqueeze(1)
-    target = torch.where(here, scores.gather(1, local).squeeze(1), 0.0)
-    highest = scores.amax(1)
-    # In place and pass by pass: several times faster on CPU than torch.softmax, which allocates.
-    probabilities = scores.sub_(highest.unsqueeze(1)).exp_()
-    log_sum = probabilities.sum(1).log_().add_(highest)
-    if comm.size > 1:
-        every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
-        comm.all_gather(torch.stack([log_sum, target]).unsqueeze(0), out=every, purpose="loss")
-        log_sum, target = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
-    probabilities.mul_((highest - log_sum).exp_().unsqueeze(1))
-    loss = torch.where(supervised, log_sum - target, 0.0).sum(dtype=torch.float64)
-    probabilities.scatter_add_(1, local, -here.to(probabilities.dtype).unsqueeze(1))
-    scale = (supervised.to(inputs.dtype) / num_supervised).unsqueeze(1)
-    logits_grad = probabilities.to(inputs.dtype)
-    add_product(weight, logits_grad, inputs * scale)
-    return loss, (logits_grad @ weight.value).mul_(scale)

@@ -1,0 +1,129 @@
+"""Output head and loss in one, cut by the vocabulary: gradients are computed in forward, chunk by chunk of tokens, so
+that the logits of a whole micro-batch never exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.plan.comm import Comm
+from phalanx.plan.traffic import HEAD_ROWS
+from phalanx.trainer.flat import Weight, add_product
+from phalanx.trainer.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a supervised token adds to the loss. With z its logits, one for each of the `vocab` ids (padding is not
+    among them), and Z the sum of exp z:
+
+        log Z - (1 - label_smoothing) z[label] - label_smoothing × mean(z) + z_loss × (log Z)²
+
+    That is cross-entropy, its target smoothed after Szegedy et al. 2016, and PaLM's z-loss (Chowdhery et al. 2022).
+    """
+
+    vocab: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def head_loss(
+    inputs: Tensor,
+    weight: Weight,
+    labels: Tensor,
+    vocabulary: range,
+    num_supervised: int,
+    objective: Objective,
+    parallel: TensorParallel,
+) -> Tensor:
+    """Sum over supervised tokens of `objective`, divided by `num_supervised`: a float64 scalar, equal on all ranks.
+
+    `inputs` [tokens, hidden]; `labels` [all tokens], negative where not supervised. `vocabulary`: the real (not
+    padding) ids that this rank holds. The gradients are computed here and now; `backward` only hands the input's on.
+    """
+    result: Tensor = _HeadLoss.apply(inputs, weight, labels, vocabulary, num_supervised, objective, parallel)
+    return result
+
+
+class _HeadLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Weight,
+        labels: Tensor,
+        vocabulary: range,
+        num_supervised: int,
+        objective: Objective,
+        parallel: TensorParallel,
+    ) -> Tensor:
+        rows = len(vocabulary)
+        real = Weight(weight.value[:rows], weight.grad[:rows])
+        inputs = parallel.gather(inputs, "head input")
+        input_grad = torch.empty_like(inputs)
+        total = torch.zeros((), dtype=torch.float64, device=inputs.device)
+        for start in range(0, inputs.shape[0], HEAD_ROWS):
+            chunk = slice(start, start + HEAD_ROWS)
+            loss, input_grad[chunk] = _chunk_loss(
+                inputs[chunk], real, labels[chunk], vocabulary.start, num_supervised, objective, parallel.comm
+            )
+            total += loss
+        ctx.input_grad = parallel.reduce(input_grad, "head input gradient")
+        return total / num_supervised
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        input_grad, ctx.input_grad = ctx.input_grad, None
+        return input_grad * output_grad.to(input_grad.dtype), *[None] * 6
+
+
+def _chunk_loss(
+    inputs: Tensor,
+    weight: Weight,
+    labels: Tensor,
+    first_row: int,
+    num_supervised: int,
+    objective: Objective,
+    comm: Comm,
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient (correctness.md 22 to 24).
+
+    Each rank reduces its own columns; its log-sum-exp and its part of what is linear in the logits then meet those of
+    the others in one small message. With s the label smoothing, c the z-loss and V the ids of all ranks,
+    d loss / d z = (1 + 2 c log Z) exp(z) / Z - (1 - s) onehot(label) - s / V.
+    """
+    kept, shared = 1.0 - objective.label_smoothing, objective.label_smoothing / objective.vocab
+    scores = (inputs @ weight.value.t()).to(weight.grad.dtype)
+    supervised = labels >= 0
+    local = labels - first_row
+    here = supervised & (local >= 0) & (local < scores.shape[1])
+    local = local.clamp(0, scores.shape[1] - 1).unsqueeze(1)
+    linear = torch.where(here, scores.gather(1, local).squeeze(1), 0.0).mul_(kept)
+    if shared:
+        linear.add_(scores.sum(1), alpha=shared)
+    highest = scores.amax(1)
+    # In place and pass by pass: several times faster on CPU than torch.softmax, which allocates.
+    scores_grad = scores.sub_(highest.unsqueeze(1)).exp_()
+    log_sum = scores_grad.sum(1).log_().add_(highest)
+    if comm.size > 1:
+        every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
+        comm.all_gather(torch.stack([log_sum, linear]).unsqueeze(0), out=every, purpose="loss")
+        log_sum, linear = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
+    by_row = (highest - log_sum).exp_()
+    losses = log_sum - linear
+    if objective.z_loss:
+        by_row.mul_(1.0 + 2.0 * objective.z_loss * log_sum)
+        losses.add_(log_sum.square(), alpha=objective.z_loss)
+    scores_grad.mul_(by_row.unsqueeze(1))
+    scores_grad.scatter_add_(1, local, here.to(scores_grad.dtype).mul_(-kept).unsqueeze(1))
+    if shared:
+        scores_grad.sub_(shared)
+    loss = torch.where(supervised, losses, 0.0).sum(dtype=torch.float64)
+    scale = (supervised.to(inputs.dtype) / num_supervised).unsqueeze(1)
+    scores_grad = scores_grad.to(inputs.dtype)
+    add_product(weight, scores_grad, inputs * scale)
+    return loss, (scores_grad @ weight.value).mul_(scale)
