@@ -19,6 +19,7 @@ from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
 from phalanx.trainer.model import MicroBatch, Stage, build
 from phalanx.trainer.loss import Objective
+from phalanx.trainer.model import MicroBatch, Stage, build
 from phalanx.trainer.optim import AdamW, squared_norm
 from phalanx.trainer.pipeline_parallel import Pipeline
 from phalanx.trainer.tensor_parallel import TensorParallel
@@ -50,10 +51,10 @@ class Engine:
             self.buffers, comm("data"), layout.zero, layout.bucket_bytes, functools.partial(fill, seed=job.seed)
         )
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
+        objective = Objective(vocab=model.vocab, label_smoothing=job.label_smoothing, z_loss=job.z_loss)
         stages = [
             build(chunk, model, job.seq_len, self.parallel, embedding, self.data, layout.recompute, objective)
             for chunk in chunks
-        objective = Objective(vocab=model.vocab, label_smoothing=job.label_smoothing, z_loss=job.z_loss)
         ]
         self.pipeline = self._pipeline(stages, dtype, on_action)
         self.optimizer = AdamW(self.data.slices, job.optimizer)
