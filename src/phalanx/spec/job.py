@@ -76,6 +76,8 @@ class JobSpec:
     num_steps: Count
     precision: Precision = "bf16"
     seed: Whole = 1
+    label_smoothing: Below1 = 0.0
+    z_loss: NotNegative = 0.0
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -86,5 +88,3 @@ class JobSpec:
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step reads."""
         return self.global_batch * self.seq_len
-    label_smoothing: Below1 = 0.0
-    z_loss: NotNegative = 0.0

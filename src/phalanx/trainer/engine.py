@@ -17,7 +17,6 @@ from phalanx.plan.shards import Copies, rank_stages, stage_buffers
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
-from phalanx.trainer.model import MicroBatch, Stage, build
 from phalanx.trainer.loss import Objective
 from phalanx.trainer.model import MicroBatch, Stage, build
 from phalanx.trainer.optim import AdamW, squared_norm
