@@ -130,52 +130,82 @@ class Reference:
         keep_freed_memory()
         return self.plain(rank, folder)
 
+    def plain_bf16(self, rank: int, folder: Path) -> Steps:
+        """One process in mixed precision: matrix products in bf16, parameters in fp32."""
+        steps = self.plain(rank, folder)
+        while True:
+            with torch.autocast("cpu", torch.bfloat16):
+                blocked_s = next(steps)
+            yield blocked_s
+
     def data_parallel(self, rank: int, folder: Path) -> Steps:
         """DistributedDataParallel over two processes."""
         _join(rank, 2, folder)
         module = Transformer(self.model, self.seq_len, range(self.model.num_layers))
         return self._whole(nn.parallel.DistributedDataParallel(module), rank, 2)
 
+    def fully_sharded(self, rank: int, folder: Path) -> Steps:
+        """`fully_shard` over two processes, parameters kept whole from forward to backward (ZeRO 2)."""
+        _join(rank, 2, folder)
+        return self._whole(self._part(_mesh((1, 2, 1)), 0, 1), rank, 2)
+
+    def fully_sharded_over_4(self, rank: int, folder: Path) -> Steps:
+        """`fully_shard` over four processes, parameters freed after each use (ZeRO 3)."""
+        _join(rank, 4, folder)
+        return self._whole(self._part(_mesh((1, 4, 1)), 0, 1, free_after_use=True), rank, 4)
+
     def tensor_parallel(self, rank: int, folder: Path) -> Steps:
         """DTensor's `parallelize_module` over two processes, without sequence parallelism (with it, it is slower)."""
         _join(rank, 2, folder)
-        return self._whole(self._stage((1, 1, 2), rank)[0], 0, 1)
+        return self._whole(self._part(_mesh((1, 1, 2)), 0, 1), 0, 1)
 
     def pipeline_parallel(self, rank: int, folder: Path) -> Steps:
         """`torch.distributed.pipelining` over two processes: 1F1B."""
         _join(rank, 2, folder)
-        return self._pipelined((2, 1, 1), rank)
+        return self._pipelined((2, 1, 1), (rank,))
+
+    def interleaved(self, rank: int, folder: Path) -> Steps:
+        """Interleaved 1F1B over two processes with two stages each."""
+        _join(rank, 2, folder)
+        return self._pipelined((2, 1, 1), (rank, rank + 2), "Interleaved1F1B")
+
+    def zero_bubble(self, rank: int, folder: Path) -> Steps:
+        """Zero bubble with one stage for each of two processes: the order of ZB-H1."""
+        _join(rank, 2, folder)
+        return self._pipelined((2, 1, 1), (rank,), "InterleavedZeroBubble")
+
+    def zero_bubble_v(self, rank: int, folder: Path) -> Steps:
+        """ZB-V over two processes."""
+        _join(rank, 2, folder)
+        return self._pipelined((2, 1, 1), (rank, 3 - rank), "ZBVZeroBubble")
 
     def tensor_and_data_parallel(self, rank: int, folder: Path) -> Steps:
         """`fully_shard` over `parallelize_module`, 2 × 2."""
         _join(rank, 4, folder)
-        return self._whole(self._stage((1, 2, 2), rank)[0], rank // 2, 2)
+        return self._whole(self._part(_mesh((1, 2, 2)), 0, 1), rank // 2, 2)
 
     def tensor_and_pipeline_parallel(self, rank: int, folder: Path) -> Steps:
         """1F1B over `parallelize_module`, 2 × 2."""
         _join(rank, 4, folder)
-        return self._pipelined((2, 1, 2), rank)
+        return self._pipelined((2, 1, 2), (rank // 2,))
 
     def composed(self, rank: int, folder: Path) -> Steps:
         """1F1B over `fully_shard` over `parallelize_module`, 2 × 2 × 2."""
         _join(rank, 8, folder)
-        return self._pipelined((2, 2, 2), rank)
+        return self._pipelined((2, 2, 2), (rank // 4,))
 
-    def _stage(self, sizes: tuple[int, int, int], rank: int) -> tuple[nn.Module, dist.DeviceMesh]:
-        """This rank's layers, spread over the tensor and data axes of a mesh of (pipeline, data, tensor)."""
+    def _part(self, mesh: dist.DeviceMesh, index: int, num_parts: int, free_after_use: bool = False) -> nn.Module:
+        """Part `index` of the layers, spread over the tensor and data axes of `mesh`."""
         from torch.distributed.fsdp import fully_shard
 
-        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("pipeline", "data", "tensor"))
-        share = self.model.num_layers // sizes[0]
-        first = mesh["pipeline"].get_local_rank() * share
-        module = Transformer(self.model, self.seq_len, range(first, first + share))
-        if sizes[2] > 1:
+        share = self.model.num_layers // num_parts
+        module = Transformer(self.model, self.seq_len, range(index * share, (index + 1) * share))
+        if mesh["tensor"].size() > 1:
             _cut_over_tensor(module, mesh["tensor"])
-        if sizes[1] > 1:
-            for block in module.blocks:
-                fully_shard(block, mesh=mesh["data"], reshard_after_forward=False)
-            fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
-        return module, mesh
+        if mesh["data"].size() > 1:
+            for part in (*module.blocks, module):
+                fully_shard(part, mesh=mesh["data"], reshard_after_forward=free_after_use)
+        return module
 
     def _whole(self, module: nn.Module, data_index: int, data_size: int) -> Steps:
         """One forward of all sequences of a data coordinate."""
@@ -187,22 +217,38 @@ class Reference:
             optimizer.zero_grad()
             yield {}
 
-    def _pipelined(self, sizes: tuple[int, int, int], rank: int) -> Steps:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    def _pipelined(
+        self,
+        sizes: tuple[int, int, int],
+        stages: tuple[int, ...],
+        schedule_name: str = "1F1B",
+    ) -> Steps:
+        """Steps of a pipeline of which this rank holds `stages`; `sizes` are those of the mesh."""
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
 
-        module, mesh = self._stage(sizes, rank)
-        optimizer = _optimizer(module)
+        mesh = _mesh(sizes)
         axis = mesh["pipeline"]
-        index = axis.get_local_rank()
-        stage = PipelineStage(module, index, sizes[0], torch.device("cpu"), group=axis.get_group())
-        schedule = Schedule1F1B(stage, self.num_micro_batches, loss_fn=loss_of)
+        num_stages = sizes[0] * len(stages)
+        modules = [self._part(mesh, index, num_stages) for index in stages]
+        optimizer = _optimizer(nn.ModuleList(modules))
+        held = [
+            PipelineStage(module, index, num_stages, torch.device("cpu"), group=axis.get_group())
+            for module, index in zip(modules, stages, strict=True)
+        ]
+        made = get_schedule_class(schedule_name)
+        schedule = made(held[0] if schedule_name == "1F1B" else held, self.num_micro_batches, loss_fn=loss_of)
         data_index = mesh["data"].get_local_rank()
         tokens, labels = (whole.chunk(sizes[1])[data_index] for whole in (self.tokens, self.labels))
         while True:
-            schedule.step(*([tokens] if index == 0 else []), target=labels if index == sizes[0] - 1 else None)
+            schedule.step(*([tokens] if 0 in stages else []), target=labels if num_stages - 1 in stages else None)
             optimizer.step()
             optimizer.zero_grad()
             yield {}
+
+
+def _mesh(sizes: tuple[int, int, int]) -> dist.DeviceMesh:
+    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=("pipeline", "data", "tensor"))
 
 
 def _join(rank: int, num_ranks: int, folder: Path) -> None:
