@@ -5,12 +5,15 @@ Activations are matrices [tokens, features], tokens in order of (sequence, posit
 rank holds all tokens; under sequence parallelism (Korthikanti et al. 2022) it holds its even slice of them, an
 all-gather opens each half-block and a reduce-scatter closes it.
 
+A matrix product and the collective beside it may be cut into chunks of tokens that alternate: while one is on its way,
+the product of the next is computed.
+
 Weight gradients are added straight into flat buffers; autograd sees activations only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +21,27 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.plan.comm import Comm
+from phalanx.plan.comm import Comm, Work
+from phalanx.trainer.comm import DONE
 from phalanx.trainer.flat import Weight, add_product
 
 Again = Callable[[], Tensor]
 """Makes a tensor a second time, for backward, from what is kept anyway."""
 
+Multiply = Callable[[slice, Tensor], object]
+"""Computes the rows of a matrix product that belong to a range of tokens, into a tensor of their size."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The layers, over the Comm of one tensor group. With a group of one they are plain layers."""
+    """The layers, over the Comm of one tensor group. With a group of one they are plain layers.
+
+    `chunks`: how many a product and its collective are cut into; it divides the tokens held between half-blocks.
+    """
 
     comm: Comm
     sequence_parallel: bool = False
+    chunks: int = 1
 
     @property
     def cuts_tokens(self) -> bool:
@@ -76,11 +87,64 @@ class TensorParallel:
 
     def gather(self, inputs: Tensor, purpose: str) -> Tensor:
         """[tokens, features] → [all tokens, features]; the input itself where tokens are not cut."""
-        if not self.cuts_tokens:
-            return inputs
-        out = inputs.new_empty(inputs.shape[0] * self.comm.size, *inputs.shape[1:])
-        self.comm.all_gather(inputs.contiguous(), out=out, purpose=purpose)
+        out, work = self.start_gather(inputs, purpose)
+        work.wait()
         return out
+
+    def start_gather(self, inputs: Tensor, purpose: str) -> tuple[Tensor, Work]:
+        """As `gather`; the result is there when the work has been waited for."""
+        if not self.cuts_tokens:
+            return inputs, DONE
+        out = inputs.new_empty(inputs.shape[0] * self.comm.size, *inputs.shape[1:])
+        return out, self.comm.all_gather(inputs.contiguous(), out=out, purpose=purpose, async_op=True)
+
+    def gather_into_product(
+        self, inputs: Tensor, multiply: Callable[[Tensor, Tensor], object], out: Tensor, purpose: str
+    ) -> Tensor:
+        """Gather `inputs` and have `multiply(inputs, out)` compute `out` [all tokens, …] from them, chunk by chunk.
+
+        Returns what was gathered.
+        """
+        if not self.cuts_tokens or self.chunks == 1:
+            whole = self.gather(inputs, purpose)
+            multiply(whole, out)
+            return whole
+        arriving = []
+        for chunk in inputs.contiguous().chunk(self.chunks):
+            every = chunk.new_empty(self.comm.size, *chunk.shape)
+            arriving.append((every, self.comm.all_gather(chunk, out=every, purpose=purpose, async_op=True)))
+        whole = inputs.new_empty(out.shape[0], inputs.shape[1])
+        for ranges, (every, work) in zip(self._chunks(out.shape[0]), arriving, strict=True):
+            work.wait()
+            for tokens, rows in zip(ranges, every, strict=True):
+                whole[tokens] = rows
+                multiply(rows, out[tokens])
+        return whole
+
+    def reduce_product(self, multiply: Multiply, partial: Tensor, purpose: str) -> tuple[Tensor, list[Work]]:
+        """Have `multiply(tokens, rows)` compute this rank's product [all tokens, features] and sum it over ranks, chunk
+        by chunk. `partial` is room for it. Returns [tokens, features], there when all works have been waited for."""
+        works = []
+        if not self.cuts_tokens:
+            for (tokens,) in self._chunks(partial.shape[0]):
+                multiply(tokens, partial[tokens])
+                works.append(self.comm.all_reduce(partial[tokens], purpose=purpose, async_op=True))
+            return partial, works
+        out = partial.new_empty(partial.shape[0] // self.comm.size, partial.shape[1])
+        pairs = zip(partial.chunk(self.chunks), out.chunk(self.chunks), strict=True)
+        for ranges, (product, mine) in zip(self._chunks(partial.shape[0]), pairs, strict=True):
+            for tokens, rows in zip(ranges, product.chunk(len(ranges)), strict=True):
+                multiply(tokens, rows)
+            works.append(self.comm.reduce_scatter(product, out=mine, purpose=purpose, async_op=True))
+        return out, works
+
+    def _chunks(self, num_tokens: int) -> Iterator[list[slice]]:
+        """The tokens of each chunk: one range or, where tokens are cut, an equal one from every rank's slice."""
+        parts = self.comm.size if self.cuts_tokens and self.chunks > 1 else 1
+        length = num_tokens // (parts * self.chunks)
+        for chunk in range(self.chunks):
+            starts = [(part * self.chunks + chunk) * length for part in range(parts)]
+            yield [slice(start, start + length) for start in starts]
 
     def reduce(self, partial: Tensor, purpose: str) -> Tensor:
         """Sum [all tokens, features] over ranks → [tokens, features], in place where tokens are not cut."""
@@ -127,41 +191,54 @@ class _Column(Function):
         purpose: str,
         again: Again | None,
     ) -> Tensor:
-        inputs = parallel.gather(inputs, f"{purpose} input")
-        _keep(ctx, inputs, again)
         ctx.weights, ctx.biases, ctx.parallel, ctx.purpose = weights, biases, parallel, purpose
-        if len(weights) == 1:
-            return _linear(inputs, weights[0], biases[0] if biases else None)
-        return torch.cat([_linear(inputs, w, biases[i] if biases else None) for i, w in enumerate(weights)], 1)
+        widths = [weight.value.shape[0] for weight in weights]
+
+        def multiply(rows: Tensor, out: Tensor) -> None:
+            for index, (weight, columns) in enumerate(zip(weights, out.split(widths, 1), strict=True)):
+                _linear(rows, weight, biases[index] if biases else None, columns)
+
+        num_tokens = inputs.shape[0] * (parallel.comm.size if parallel.cuts_tokens else 1)
+        output = inputs.new_empty(num_tokens, sum(widths))
+        inputs = parallel.gather_into_product(inputs, multiply, output, f"{purpose} input")
+        _keep(ctx, inputs, again)
+        return output
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
         parallel, weights = ctx.parallel, ctx.weights
-        inputs = _kept(ctx) if ctx.again is None else parallel.gather(_kept(ctx), f"{ctx.purpose} input")
         grads = output_grad.split([weight.value.shape[0] for weight in weights], 1)
-        input_grad = grads[0] @ weights[0].value
-        for weight, grad in zip(weights[1:], grads[1:], strict=True):
-            input_grad.addmm_(grad, weight.value)
+        inputs, arrival = _kept(ctx), DONE
+        if ctx.again is not None:  # on its way while the input gradient is computed
+            inputs, arrival = parallel.start_gather(inputs, f"{ctx.purpose} input")
+
+        def multiply(tokens: slice, out: Tensor) -> None:
+            torch.mm(grads[0][tokens], weights[0].value, out=out)
+            for weight, grad in zip(weights[1:], grads[1:], strict=True):
+                out.addmm_(grad[tokens], weight.value)
+
+        partial = output_grad.new_empty(output_grad.shape[0], weights[0].value.shape[1])
+        input_grad, works = parallel.reduce_product(multiply, partial, f"{ctx.purpose} input gradient")
         # The weight gradient is computed while the input gradient is on its way.
-        purpose = f"{ctx.purpose} input gradient"
-        if parallel.cuts_tokens:
-            mine = input_grad.new_empty(input_grad.shape[0] // parallel.comm.size, input_grad.shape[1])
-            work = parallel.comm.reduce_scatter(input_grad, out=mine, purpose=purpose, async_op=True)
-        else:
-            mine = input_grad
-            work = parallel.comm.all_reduce(input_grad, purpose=purpose, async_op=True)
+        arrival.wait()
         for weight, grad in zip(weights, grads, strict=True):
             add_product(weight, grad, inputs)
         for bias, grad in zip(ctx.biases, grads, strict=False):
             bias.grad.add_(grad.sum(0))
-        work.wait()
-        return mine, None, None, None, None, None
+        _wait(works)
+        return input_grad, None, None, None, None, None
 
 
-def _linear(inputs: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+def _linear(inputs: Tensor, weight: Weight, bias: Weight | None, out: Tensor) -> None:
     if bias is None:
-        return inputs @ weight.value.t()
-    return torch.addmm(bias.value, inputs, weight.value.t())
+        torch.mm(inputs, weight.value.t(), out=out)
+    else:
+        torch.addmm(bias.value, inputs, weight.value.t(), out=out)
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 class _Row(Function):
@@ -180,11 +257,17 @@ class _Row(Function):
         ctx.weight, ctx.bias, ctx.parallel, ctx.purpose = weight, bias, parallel, purpose
         ctx.has_residual = residual is not None
         # Where all ranks hold the same residual, the first one's matrix product adds it before the sum over ranks.
-        if residual is not None and not parallel.cuts_tokens and parallel.comm.index == 0:
-            partial = torch.addmm(residual, inputs, weight.value.t())
-        else:
-            partial = inputs @ weight.value.t()
-        output = parallel.reduce(partial, f"{purpose} output")
+        added = residual if not parallel.cuts_tokens and parallel.comm.index == 0 else None
+
+        def multiply(tokens: slice, out: Tensor) -> None:
+            if added is None:
+                torch.mm(inputs[tokens], weight.value.t(), out=out)
+            else:
+                torch.addmm(added[tokens], inputs[tokens], weight.value.t(), out=out)
+
+        partial = inputs.new_empty(inputs.shape[0], weight.value.shape[0])
+        output, works = parallel.reduce_product(multiply, partial, f"{purpose} output")
+        _wait(works)
         if residual is not None and parallel.cuts_tokens:
             output.add_(residual)
         return output if bias is None else output.add_(bias.value)
@@ -193,9 +276,16 @@ class _Row(Function):
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
         if ctx.bias is not None:
             ctx.bias.grad.add_(output_grad.sum(0))
-        full = ctx.parallel.gather(output_grad, f"{ctx.purpose} output gradient")
-        add_product(ctx.weight, full, _kept(ctx))
-        return full @ ctx.weight.value, output_grad if ctx.has_residual else None, *[None] * 5
+        inputs, weight = _kept(ctx), ctx.weight
+        input_grad = output_grad.new_empty(inputs.shape)
+        full = ctx.parallel.gather_into_product(
+            output_grad,
+            lambda rows, out: torch.mm(rows, weight.value, out=out),
+            input_grad,
+            f"{ctx.purpose} output gradient",
+        )
+        add_product(weight, full, inputs)
+        return input_grad, output_grad if ctx.has_residual else None, *[None] * 5
 
 
 class _Embedding(Function):
