@@ -92,6 +92,16 @@ UNUSUAL = {
         tiny_model("gpt2"),
         Layout(data=2, pipeline=2, tensor=2, zero=3, virtual_stages=2, schedule="interleaved-1f1b"),
     ),
+    "zero 1 within 2": (tiny_model(tied=True), Layout(data=4, pipeline=2, zero=1, zero_group=2)),
+    "zero 1 within 2, small buckets": (
+        tiny_model("gpt2"),
+        Layout(data=4, tensor=2, zero=1, zero_group=2, sequence_parallel=True, bucket_bytes=1),
+    ),
+    "zero 2 within 2, four times": (tiny_model(tied=True), Layout(data=8, zero=2, zero_group=2)),
+    "zero 3 within 2, pipeline": (
+        tiny_model(),
+        Layout(data=4, pipeline=2, zero=3, zero_group=2, virtual_stages=2, schedule="interleaved-1f1b"),
+    ),
     "recompute": (tiny_model(), Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="full")),
     "selective recompute": (tiny_model(), Layout(tensor=2, pipeline=2, data=2, recompute="selective")),
     "selective recompute, sequence": (
@@ -102,6 +112,15 @@ UNUSUAL = {
     "recompute, zero bubble": (tiny_model(), Layout(pipeline=2, tensor=2, schedule="zb-h1", recompute="full")),
     "one micro-batch": (tiny_model(), Layout(pipeline=2, tensor=2, micro_batch=8)),
     "small buckets": (tiny_model(), Layout(data=2, zero=1, bucket_bytes=1)),
+    "chunks": (tiny_model(), Layout(tensor=2, data=2, zero=1, tensor_overlap_chunks=4)),
+    "chunks, sequence": (
+        tiny_model("gpt2"),
+        Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="selective", tensor_overlap_chunks=2),
+    ),
+    "chunks, kv copies": (
+        tiny_model(num_kv_heads=2),
+        Layout(tensor=4, sequence_parallel=True, recompute="full", micro_batch=2, tensor_overlap_chunks=4),
+    ),
     "odd sizes": (
         tiny_model(hidden=48, num_heads=6, num_kv_heads=3, head_dim=10, ffn=57, vocab=101),
         Layout(tensor=3, data=2, zero=1, sequence_parallel=False),

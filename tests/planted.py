@@ -37,9 +37,9 @@ def missing_norm_gradient_sum(patch: Patch) -> None:
 def norm_counted_twice(patch: Patch) -> None:
     """Every tensor rank adds its copies of replicated weights to the global norm."""
 
-    def all_copies(slices: Any, sharded: bool, first_data_rank: bool) -> torch.Tensor:
+    def all_copies(slices: Any, first_replica: bool) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        if sharded or first_data_rank:
+        if first_replica:
             for part in slices:
                 total += torch.linalg.vector_norm(part.gradients).double().square()
         return total
@@ -108,7 +108,7 @@ def average_instead_of_sum(patch: Patch) -> None:
     def averaged(self: DataParallel) -> None:
         finish(self)
         for part in self.slices:
-            part.gradients.div_(self.comm.size)
+            part.gradients.div_(self.shards.size * self.replicas.size)
 
     patch(DataParallel, "finish", averaged)
 

@@ -51,6 +51,7 @@ def legal_layouts(model) -> list[Layout]:
         for tensor, pipeline, data, zero, sequence in axes
         if tensor * pipeline * data <= 8
     ]
+    found += [replace(layout, zero_group=2) for layout in found if layout.zero and layout.data == 4]
     for schedule in ("interleaved-1f1b", "zb-v"):
         found += [
             replace(layout, schedule=schedule, virtual_stages=2)

@@ -373,7 +373,11 @@ def blocks(engine: Engine) -> list[Any]:
 def test_rule_29_each_region_has_exactly_one_writer() -> None:
     """Of weights and of both moments, through flat buffers cut over the data axis."""
     model = tiny_model(tied=True, num_kv_heads=1)
-    for layout in (Layout(tensor=2, pipeline=2, data=2, zero=1), Layout(tensor=4, data=2)):
+    for layout in (
+        Layout(tensor=2, pipeline=2, data=2, zero=1),
+        Layout(tensor=4, data=2),
+        Layout(data=4, pipeline=2, zero=3, zero_group=2),
+    ):
         writers: dict[tuple[str, str], Tensor] = {}
         for piece in (piece for pieces in pieces_of(engines(tiny_plan(layout, model))) for piece in pieces):
             count = writers.setdefault((piece.kind, piece.parameter.name), torch.zeros(piece.parameter.shape))

@@ -28,11 +28,26 @@ def head_copies_embedding(model: ModelSpec, layout: Layout) -> bool:
     return model.tied and first != last
 
 
+AXIS_OF = {"kv": "tensor", "tied": "pipeline", "shards": "data", "replicas": "data"}
+"""The axis along which a derived group talks."""
+
+
+def data_groups(layout: Layout) -> tuple[str, str]:
+    """Names of two groups of a data rank: those whose shards make up one whole, and those that hold the same shard.
+
+    One of them may be the whole data axis; the other has one member then.
+    """
+    if layout.num_shards == 1:
+        return "shards", "data"
+    return ("data", "replicas") if layout.num_shards == layout.data else ("shards", "replicas")
+
+
 def groups(model: ModelSpec, layout: Layout) -> tuple[Group, ...]:
     """Every group of more than one rank, each rank at most once per name.
 
     "world": control messages (loss, norm, votes). "tensor", "data", "pipeline": the axes. "kv": ranks that hold copies
-    of one kv head. "tied": the two ranks that hold the copies of a tied embedding.
+    of one kv head. "tied": the two ranks that hold the copies of a tied embedding. "shards": neighbours on the data
+    axis among whom ZeRO cuts, where that is not all of it. "replicas": the ranks that hold the same shard then.
     """
     named: list[tuple[str, list[tuple[int, ...]]]] = [("world", [tuple(range(layout.num_ranks))])]
     named += [(axis, lines(layout, axis)) for axis in ("tensor", "data", "pipeline")]
@@ -41,6 +56,10 @@ def groups(model: ModelSpec, layout: Layout) -> tuple[Group, ...]:
         named.append(
             ("kv", [line[i : i + copies] for line in lines(layout, "tensor") for i in range(0, layout.tensor, copies)])
         )
+    if data_groups(layout) == ("shards", "replicas"):
+        size, axis = layout.num_shards, lines(layout, "data")
+        named.append(("shards", [line[i : i + size] for line in axis for i in range(0, layout.data, size)]))
+        named.append(("replicas", [line[i::size] for line in axis for i in range(size)]))
     if head_copies_embedding(model, layout):
         first, last = embedding_holders(layout)
         named.append(("tied", [(line[first], line[last]) for line in lines(layout, "pipeline")]))

@@ -37,9 +37,11 @@ class Layout:
 
     `micro_batch`: sequences per forward; `schedule`, `virtual_stages`: order of the pipeline; `stage_layers`: how many
     transformer layers each (virtual) stage holds, or None to balance by cost; `zero`: what is cut over the data axis
-    (0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters); `sequence_parallel`: whether activations between
+    (0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters); `zero_group`: over how many neighbours on it, with
+    copies on the others (0: all of it); `sequence_parallel`: whether activations between
     half-blocks are cut along the sequence over the tensor axis; `recompute`; `bucket_bytes`: gradients are reduced over
-    the data axis in messages of about this size.
+    the data axis in messages of about this size; `tensor_overlap_chunks`: how many chunks of tokens a matrix product
+    and the collective of the tensor axis beside it are cut into, so that they alternate.
     """
 
     tensor: int = 1
@@ -51,9 +53,11 @@ class Layout:
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] | None = None
     zero: int = 0
+    zero_group: int = 0
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     bucket_bytes: int = 16 * 2**20
+    tensor_overlap_chunks: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -69,6 +73,11 @@ class Layout:
     def num_stages(self) -> int:
         """Stages that a micro-batch passes through: pipeline × virtual stages."""
         return self.pipeline * self.virtual_stages
+
+    @property
+    def num_shards(self) -> int:
+        """Neighbouring data ranks that each own a part of what ZeRO cuts; 1 without ZeRO."""
+        return (self.zero_group or self.data) if self.zero else 1
 
     def num_micro_batches(self, global_batch: int) -> int:
         """Micro-batches that each data coordinate runs per optimizer step."""
@@ -100,8 +109,10 @@ class Layout:
         words = [axes.replace("context 1 × ", ""), f"micro-batch {self.micro_batch}"]
         words += [self.schedule] if self.pipeline > 1 else []
         words += [f"{self.virtual_stages} virtual stages"] if self.virtual_stages > 1 else []
-        words += [f"ZeRO {self.zero}"] if self.zero else []
+        within = f" within {self.zero_group}" if self.zero_group else ""
+        words += [f"ZeRO {self.zero}{within}"] if self.zero else []
         words += ["sequence parallel"] if self.sequence_parallel else []
+        words += [f"{self.tensor_overlap_chunks} chunks"] if self.tensor_overlap_chunks > 1 else []
         words += [f"{self.recompute} recompute"] if self.recompute != "none" else []
         return ", ".join(words)
 

@@ -29,6 +29,7 @@ def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layou
         found += _tensor(model, layout)
         found += _sequence(model, job, layout)
         found += _pipeline(model, layout)
+        found += _zero_group(layout)
         found += _batch(job, layout)
         found += _devices(cluster, layout)
     return found
@@ -40,12 +41,14 @@ def _problem(key: str, what: str, instead: str) -> Problem:
 
 def _ranges(layout: Layout) -> Iterator[Problem]:
     """Values that are wrong on their own; the other checks divide by them."""
-    for key in (*AXES, "micro_batch", "virtual_stages", "bucket_bytes"):
+    for key in (*AXES, "micro_batch", "virtual_stages", "bucket_bytes", "tensor_overlap_chunks"):
         value = getattr(layout, key)
         if value < 1:
             yield _problem(key, f"{key} is {value}", f"{key} = 1 or more")
     if layout.zero not in range(4):
         yield _problem("zero", f"there is no ZeRO stage {layout.zero}", "zero = 0, 1, 2 or 3")
+    if layout.zero_group < 0:
+        yield _problem("zero_group", f"zero_group is {layout.zero_group}", "zero_group = 0 (all of data) or more")
     if layout.recompute not in get_args(Recompute):
         nearest = f'recompute = "{_nearest(layout.recompute, get_args(Recompute))}"'
         yield _problem("recompute", f'there is no recompute "{layout.recompute}"', nearest)
@@ -94,9 +97,23 @@ def _sequence(model: ModelSpec, job: JobSpec, layout: Layout) -> Iterator[Proble
         cut = f"context {layout.context} × tensor {layout.tensor}" if layout.context > 1 else f"tensor {layout.tensor}"
         what = f"sequence parallelism cuts sequence {job.seq_len} over {cut}, which does not divide it"
         yield _problem("sequence_parallel", what, f"job.seq_len = {nearest}, or sequence_parallel = false")
+    else:
+        yield from _chunks(job, layout)
     if model.positions == "learned" and job.seq_len > model.max_seq_len:
         what = f"sequence {job.seq_len} is longer than the {model.max_seq_len} positions that {model.name} learns"
         yield Problem(what=what, where="job.seq_len", instead=f"seq_len = {model.max_seq_len} or less")
+
+
+def _chunks(job: JobSpec, layout: Layout) -> Iterator[Problem]:
+    tokens, chunks = layout.micro_batch * job.seq_len // layout.context, layout.tensor_overlap_chunks
+    whose = "tokens of a micro-batch"
+    if layout.sequence_parallel:
+        tokens, whose = tokens // layout.tensor, "tokens of a micro-batch that a tensor rank holds"
+    if layout.tensor > 1 and tokens % chunks:
+        what = f"tensor_overlap_chunks {chunks} does not divide the {tokens} {whose}"
+        yield _problem(
+            "tensor_overlap_chunks", what, f"tensor_overlap_chunks = {_listed(_divisors_near(tokens, chunks))}"
+        )
 
 
 def _pipeline(model: ModelSpec, layout: Layout) -> Iterator[Problem]:
@@ -133,6 +150,18 @@ def _virtual_stages(layout: Layout) -> Iterator[Problem]:
         plural = "s" if layout.virtual_stages > 1 else ""
         what = f"schedule {layout.schedule} does not run with {layout.virtual_stages} virtual stage{plural}"
         yield _problem("virtual_stages", what, instead)
+
+
+def _zero_group(layout: Layout) -> Iterator[Problem]:
+    size, data = layout.zero_group, layout.data
+    if size and not layout.zero:
+        what = f"zero_group {size} without ZeRO, which is what it would bound"
+        yield _problem("zero_group", what, "zero = 1, 2 or 3, or leave zero_group out")
+    elif size and data % size:
+        near = _listed(_divisors_near(data, size))
+        yield _problem("zero_group", f"zero_group {size} does not divide data {data}", f"zero_group = {near}")
+    elif size == 1:
+        yield _problem("zero_group", "a zero_group of 1 shares nothing", "zero = 0, or zero_group = 2 or more")
 
 
 def _batch(job: JobSpec, layout: Layout) -> Iterator[Problem]:

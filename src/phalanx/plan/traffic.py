@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.comm import Operation
-from phalanx.plan.groups import head_copies_embedding, kv_copies
+from phalanx.plan.groups import data_groups, head_copies_embedding, kv_copies
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, schedule
@@ -39,7 +39,8 @@ class Message:
 
 
 def traffic(plan: Plan, coord: Coord) -> tuple[Message, ...]:
-    """All messages of one training step of the rank at `coord`; groups of one rank send none."""
+    """All messages of one training step of the rank at `coord`; groups of one rank send none. What comes every so many
+    steps (checkpoints, checks of copies) is not among them."""
     return tuple(message for message in _Traffic(plan, coord).messages() if message.count)
 
 
@@ -79,38 +80,41 @@ class _Traffic:
             )
 
     def _tensor(self, stage: Stage) -> Iterator[Message]:
-        """Two half-blocks per layer, each opened and closed once forward and once backward; both ends of the model."""
-        recompute = self.plan.layout.recompute
-        closed, opened = 1 + (recompute == "full"), 1 + (recompute != "none")
+        """Two half-blocks per layer, each opened and closed once forward and once backward, in chunks; and both ends of
+        the model."""
+        recompute, chunks = self.plan.layout.recompute, self.plan.layout.tensor_overlap_chunks
+        forwards, reopened = 1 + (recompute == "full"), int(recompute == "selective")  # reopened at once
         for half_block in ("attention", "mlp"):
             count = len(stage.layers)
-            yield from self._opened(f"{half_block} input", count * opened)
-            yield from self._closed(f"{half_block} output", count * closed)
-            yield from self._opened(f"{half_block} output gradient", count)
-            yield from self._closed(f"{half_block} input gradient", count)
+            opened = count * (forwards + reopened), count * (forwards * chunks + reopened)
+            yield from self._opened(f"{half_block} input", *opened)
+            yield from self._closed(f"{half_block} output", count * forwards, count * forwards * chunks)
+            yield from self._opened(f"{half_block} output gradient", count, count * chunks)
+            yield from self._closed(f"{half_block} input gradient", count, count * chunks)
         if stage.embedding:
-            yield from self._closed("embedding output", 1)
-            yield from self._opened("embedding output gradient", 1)
+            yield from self._closed("embedding output", 1, 1)
+            yield from self._opened("embedding output gradient", 1, 1)
         if stage.head:
-            yield from self._opened("head input", 1)
+            yield from self._opened("head input", 1, 1)
             chunks = -(-self.num_tokens // HEAD_ROWS) * self.num_micro_batches
             # From every tensor rank, per token: the log of its sum of exponentials and its target logit.
             size = self.plan.layout.tensor * 2 * self.num_tokens * self.num_micro_batches * self.wide_bytes
             yield Message(group="tensor", purpose="loss", operation="all_gather", count=chunks, payload_bytes=size)
-            yield from self._closed("head input gradient", 1)
+            yield from self._closed("head input gradient", 1, 1)
 
-    def _opened(self, purpose: str, count_per_micro_batch: int) -> Iterator[Message]:
-        """Tokens that were cut are gathered: only under sequence parallelism."""
+    def _opened(self, purpose: str, times: int, messages: int) -> Iterator[Message]:
+        """Tokens that were cut are gathered: only under sequence parallelism. So often per micro-batch, in so many
+        messages."""
         if self.cuts_tokens:
-            yield self._activations(purpose, "all_gather", count_per_micro_batch)
+            yield self._activations(purpose, "all_gather", times, messages)
 
-    def _closed(self, purpose: str, count_per_micro_batch: int) -> Iterator[Message]:
+    def _closed(self, purpose: str, times: int, messages: int) -> Iterator[Message]:
         """Partial sums become whole."""
-        yield self._activations(purpose, "reduce_scatter" if self.cuts_tokens else "all_reduce", count_per_micro_batch)
+        yield self._activations(purpose, "reduce_scatter" if self.cuts_tokens else "all_reduce", times, messages)
 
-    def _activations(self, purpose: str, operation: Operation, count_per_micro_batch: int) -> Message:
-        count = count_per_micro_batch * self.num_micro_batches
-        size = count * self.num_tokens * self.plan.model.hidden * self.compute_bytes
+    def _activations(self, purpose: str, operation: Operation, times: int, messages: int) -> Message:
+        size = times * self.num_micro_batches * self.num_tokens * self.plan.model.hidden * self.compute_bytes
+        count = messages * self.num_micro_batches
         return Message(group="tensor", purpose=purpose, operation=operation, count=count, payload_bytes=size)
 
     def _copies(self, copies: Copies, group: str, purpose: str, *, when: bool) -> Iterator[Message]:
@@ -120,20 +124,17 @@ class _Traffic:
 
     def _slice_elements(self, copies: Copies) -> int:
         """Elements that this rank updates of all parts held in `copies`."""
-        layout = self.plan.layout
-        shards = layout.data if layout.zero >= 1 else 1
         parts = [part for chunk in self.buffers for buffer in chunk for part in buffer.parts if part.copies == copies]
-        return sum(part.stop - part.start for part in parts) // shards
+        return sum(part.stop - part.start for part in parts) // self.plan.layout.num_shards
 
     def _tied(self) -> Iterator[Message]:
         """Both holders of a tied embedding add their gradients; their parts have equal sizes."""
         if not head_copies_embedding(self.plan.model, self.plan.layout):
             return
-        layout = self.plan.layout
         holds_copy = self._slice_elements("tied")
         first = [buffer for chunk in self.buffers for buffer in chunk if buffer.name == "embedding"]
         size = holds_copy or sum(
-            (part.stop - part.start) // (layout.data if layout.zero >= 1 else 1)
+            (part.stop - part.start) // self.plan.layout.num_shards
             for buffer in first
             for part in buffer.parts
             if part.copies == "none"
@@ -161,25 +162,24 @@ class _Traffic:
             )
 
     def _data(self) -> Iterator[Message]:
-        """Gradients: in buckets as backward completes them, or under ZeRO 2 block by block after every backward. New
-        parameters: once under ZeRO 1 and 2, under ZeRO 3 whenever a block needs them whole."""
-        zero = self.plan.layout.zero
+        """Gradients: in buckets as backward completes them, or under ZeRO 2 block by block after every backward. They
+        are summed among the ranks that share one whole, then each shard among those that hold it. New parameters: once
+        under ZeRO 1 and 2, under ZeRO 3 whenever a block needs them whole."""
+        layout = self.plan.layout
+        zero, (shards, replicas) = (layout.zero if layout.num_shards > 1 else 0), data_groups(layout)
         sizes = [buffer.num_elements for buffer in self._completed()]
         if not sizes:
             return
         repeats = self.num_micro_batches if zero >= 2 else 1
-        count = len(sizes) * repeats if zero >= 2 else self._num_buckets(sizes)
-        yield Message(
-            group="data",
-            purpose="gradients",
-            operation="reduce_scatter" if zero >= 1 else "all_reduce",
-            count=count,
-            payload_bytes=sum(sizes) * repeats * self.wide_bytes,
-        )
+        count, size = len(sizes) if zero >= 2 else self._num_buckets(sizes), sum(sizes) * self.wide_bytes
+        if layout.num_shards > 1:
+            yield _gradients(shards, "reduce_scatter", count * repeats, size * repeats)
+        if layout.num_shards < layout.data:
+            yield _gradients(replicas, "all_reduce", count, size // layout.num_shards)
         gathered = [1, sum(sizes)] if zero in (1, 2) else self._gathered()
         if zero >= 1:
             yield Message(
-                group="data",
+                group=shards,
                 purpose="parameters",
                 operation="all_gather",
                 count=gathered[0],
@@ -230,3 +230,7 @@ class _Traffic:
         actions = self.schedule.actions[self.coord.pipeline]
         for chunk in sorted(last, key=lambda chunk: actions.index(last[chunk])):
             yield from reversed(self.buffers[chunk])
+
+
+def _gradients(group: str, operation: Operation, count: int, payload_bytes: int) -> Message:
+    return Message(group=group, purpose="gradients", operation=operation, count=count, payload_bytes=payload_bytes)

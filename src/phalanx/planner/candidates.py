@@ -50,7 +50,9 @@ class Candidates:
     sequence_parallel: Array
     recompute: Array
     schedules: tuple[str, ...]
+    zero_group: int = 0
     bucket_bytes: int = Layout().bucket_bytes
+    tensor_overlap_chunks: int = 1
     stage_layers: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
@@ -61,6 +63,11 @@ class Candidates:
         """Stages that a micro-batch passes through."""
         return self.pipeline * self.virtual_stages
 
+    @property
+    def num_shards(self) -> Array:
+        """Neighbouring data ranks that each own a part of what ZeRO cuts; 1 without ZeRO."""
+        return np.where(self.zero >= 1, self.zero_group or self.data, 1)
+
     def num_micro_batches(self, global_batch: int) -> Array:
         """Micro-batches that each data coordinate runs per step."""
         return global_batch // (self.micro_batch * self.data)
@@ -68,9 +75,7 @@ class Candidates:
     def take(self, index: Array) -> Candidates:
         """Those at `index` (numbers or a mask)."""
         arrays = {name: getattr(self, name)[index] for name in ARRAYS}
-        return Candidates(
-            **arrays, schedules=self.schedules, bucket_bytes=self.bucket_bytes, stage_layers=self.stage_layers
-        )
+        return Candidates(**arrays, schedules=self.schedules, **_shared(self))
 
     def layout(self, i: int) -> Layout:
         """The i-th as a Layout."""
@@ -85,25 +90,28 @@ class Candidates:
             zero=int(self.zero[i]),
             sequence_parallel=bool(self.sequence_parallel[i]),
             recompute=RECOMPUTES[self.recompute[i]],
-            bucket_bytes=self.bucket_bytes,
-            stage_layers=self.stage_layers,
+            **_shared(self),
         )
 
 
 ARRAYS = tuple(field.name for field in fields(Candidates))[:10]
+SHARED = tuple(field.name for field in fields(Candidates))[11:]
+
+
+def _shared(layouts: Candidates | Layout) -> dict[str, Any]:
+    """What all layouts of one Candidates have in common."""
+    return {name: getattr(layouts, name) for name in SHARED}
 
 
 def of(layouts: Sequence[Layout]) -> Candidates:
-    """Layouts as arrays. All share `bucket_bytes` and `stage_layers` of the first."""
+    """Layouts as arrays. All share the options in SHARED of the first."""
     schedules = tuple(dict.fromkeys(layout.schedule for layout in layouts))
     columns: dict[str, Any] = {name: np.array([getattr(layout, name) for layout in layouts]) for name in ARRAYS[:6]}
     columns["schedule"] = np.array([schedules.index(layout.schedule) for layout in layouts])
     columns["zero"] = np.array([layout.zero for layout in layouts])
     columns["sequence_parallel"] = np.array([layout.sequence_parallel for layout in layouts])
     columns["recompute"] = np.array([RECOMPUTES.index(layout.recompute) for layout in layouts])
-    return Candidates(
-        **columns, schedules=schedules, bucket_bytes=layouts[0].bucket_bytes, stage_layers=layouts[0].stage_layers
-    )
+    return Candidates(**columns, schedules=schedules, **_shared(layouts[0]))
 
 
 def distinct(*columns: Array) -> tuple[Array, Array]:
@@ -148,7 +156,7 @@ def enumerate_all(
         blocks.append(block)
     columns: dict[str, Any] = dict(zip(ARRAYS, np.concatenate(blocks).T, strict=True))
     columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
-    extra = {key: given[key] for key in ("bucket_bytes", "stage_layers") if given.get(key) is not None}
+    extra = {key: given[key] for key in SHARED if given.get(key) is not None}
     return Candidates(**columns, schedules=names, **extra)
 
 

@@ -65,13 +65,13 @@ def tail(
     """`last_backward_s`, `first_forward_s` [layouts, coordinates]: what the reduction, and the gather of new
     parameters, may hide behind."""
     layouts, held, num_layers = footprint.layouts, footprint.held, footprint.layers.sum(0)
-    shards = network.placements(cluster, layouts)["shards"]
-    place = network.Placement(size=shards.size[:, None], per_node=shards.per_node[:, None])
+    places = network.placements(cluster, layouts)
     states, zero = engine.states_for(precision), layouts.zero[:, None]
     own = held.elements - held.experts
     reduced = own * engine.reduce_bytes
 
-    def split(operation: str, payload: Any, pieces: Any) -> Any:
+    def split(operation: str, payload: Any, pieces: Any, group: str = "shards") -> Any:
+        place = network.Placement(size=places[group].size[:, None], per_node=places[group].per_node[:, None])
         return pieces * network.collective_s(cluster, operation, payload / pieces, place)
 
     buckets = np.maximum(1, np.ceil(reduced / layouts.bucket_bytes))
@@ -80,11 +80,24 @@ def tail(
     scatter = split("reduce_scatter", reduced, sharded_pieces)
     gather = split("all_gather", own * min(states.parameter, 4.0), sharded_pieces)
     rounds = np.where(zero == 2, num_micro_batches[:, None], 1)
-    reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0))
+    across = split("all_reduce", reduced / layouts.num_shards[:, None], buckets, "replicas")
+    reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0) + across)
     gather_s = np.where((zero == 1) | (zero == 2), gather, 0.0)
-    window = engine.data_overlap * last_backward_s * rounds
+    overlap = np.where(zero == 0, engine.data_overlap, engine.scatter_overlap)
+    window = overlap * last_backward_s * rounds
     tax = compute.overlap_tax(cluster.device)
     exposed = np.maximum(tax * reduce_s, reduce_s - window)
     exposed = exposed + np.maximum(tax * gather_s, gather_s - engine.gather_overlap * first_forward_s)
+    exposed = exposed + _tied_s(cluster, engine, footprint)
     optimizer = compute.optimizer_s(np.where(zero >= 1, held.shard, held.elements), engine, cluster.device)
     return Tail(data_s=reduce_s + gather_s, exposed_s=exposed, optimizer_s=optimizer)
+
+
+def _tied_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint) -> Array:
+    """Seconds in which both holders of a tied embedding add their gradients, on the coordinates that hold a copy: of
+    the whole table, or of its shards where optimizer states are cut. Nothing hides it: it follows the reduction."""
+    layouts, tied = footprint.layouts, footprint.tied
+    size = tied * engine.reduce_bytes / (layouts.num_shards * layouts.context)[:, None]
+    spread = network.placements(cluster, layouts)["pipeline"]
+    pair = network.Placement(size=2, per_node=np.where(spread.nodes > 1, 1, 2)[:, None])
+    return np.where(tied > 0, network.collective_s(cluster, "all_reduce", size, pair), 0.0)

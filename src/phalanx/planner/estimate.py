@@ -24,7 +24,8 @@ class Footprint:
     """Layouts that share pipeline size, schedule, virtual stages and copies of kv heads, with what they need of memory.
 
     `rows` are their places among all candidates, `places` [chunks, coordinates] their stages, `layers` (same shape)
-    the layers of each; `memory` by kind is [layouts, coordinates].
+    the layers of each; `memory` by kind is [layouts, coordinates]; `tied` [layouts, coordinates]: elements of an
+    embedding that a second coordinate holds as well.
     """
 
     rows: Array
@@ -34,6 +35,7 @@ class Footprint:
     costs: Costs
     held: memory.Held
     memory: dict[str, Array]
+    tied: Array
 
     @property
     def memory_bytes(self) -> Array:
@@ -51,6 +53,7 @@ class Footprint:
             costs=self.costs.take(index),
             held=self.held.take(index),
             memory={kind: np.broadcast_to(values, shape)[index] for kind, values in self.memory.items()},
+            tied=self.tied[index],
         )
 
 
@@ -142,7 +145,16 @@ def _footprint(
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
     by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, counts, ends)
-    return Footprint(rows=rows, layouts=layouts, places=places, layers=layers, costs=priced, held=held, memory=by_kind)
+    return Footprint(
+        rows=rows,
+        layouts=layouts,
+        places=places,
+        layers=layers,
+        costs=priced,
+        held=held,
+        memory=by_kind,
+        tied=memory.tied_elements(model, layouts, layers.shape[1], ends),
+    )
 
 
 def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, footprint: Footprint) -> Group:

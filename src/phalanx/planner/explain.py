@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.plan.groups import AXIS_OF
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.stages import split
@@ -34,7 +35,7 @@ def priced(plan: Plan, coord: Coord) -> tuple[Priced, ...]:
     found = []
     for message in traffic(plan, coord):
         world = network.placement(plan.cluster, plan.layout.num_ranks, 1)
-        place = places[groups[message.group]] if message.group in groups else world
+        place = places.get(message.group) or places.get(AXIS_OF.get(message.group, ""), world)
         each = message.payload_bytes / message.count
         if message.operation in ("send", "recv"):
             seconds = network.point_to_point_s(plan.cluster, each, place) if each else 0.0

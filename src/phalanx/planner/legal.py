@@ -33,8 +33,11 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
         "stages that the layers do not fill": uneven,
         "virtual stages that the schedule does not run": (layouts.virtual_stages < fewest)
         | (layouts.virtual_stages > most),
+        "chunks that do not divide a micro-batch's tokens": (tensor > 1)
+        & (layouts.micro_batch * job.seq_len // cut % layouts.tensor_overlap_chunks > 0),
         "micro-batch × data does not divide the global batch": job.global_batch % (layouts.micro_batch * layouts.data)
         > 0,
+        "zero_group that ZeRO cannot cut within": _wrong_group(layouts),
         "more ranks than devices": ranks > cluster.num_devices,
     }
 
@@ -46,6 +49,13 @@ def cannot_run(layouts: Candidates) -> Array:
     )
     refused = np.array([bool(engine_problems(layouts.layout(int(i)))) for i in first], dtype=bool)
     return refused[inverse]
+
+
+def _wrong_group(layouts: Candidates) -> Array:
+    size = layouts.zero_group
+    if not size:
+        return np.zeros(len(layouts), dtype=bool)
+    return np.asarray((layouts.zero == 0) | (size == 1) | (layouts.data % size > 0))
 
 
 def _virtual_stages(layouts: Candidates) -> tuple[Array, Array]:

@@ -40,12 +40,15 @@ def placement(cluster: ClusterSpec, size: Size, stride: Size) -> Placement:
 
 
 def placements(cluster: ClusterSpec, layout: Any) -> dict[str, Placement]:
-    """The groups of each axis: strides follow from the axis order pipeline, data, context, tensor."""
+    """The groups of each axis: strides follow from the axis order pipeline, data, context, tensor. "shards" sum or cut
+    what they hold together, "replicas" are those who then hold the same shard."""
+    summing = np.where(layout.zero, layout.num_shards, layout.data) * layout.context
     return {
         "tensor": placement(cluster, layout.tensor, 1),
         "context": placement(cluster, layout.context, layout.tensor),
         "data": placement(cluster, layout.data, layout.tensor * layout.context),
-        "shards": placement(cluster, layout.data * layout.context, layout.tensor),
+        "shards": placement(cluster, summing, layout.tensor),
+        "replicas": placement(cluster, layout.data * layout.context // summing, layout.tensor * summing),
         "pipeline": placement(cluster, layout.pipeline, layout.tensor * layout.context * layout.data),
     }
 

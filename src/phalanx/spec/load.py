@@ -36,6 +36,7 @@ class LayoutKeys(TypedDict, total=False):
     virtual_stages: Count
     stage_layers: tuple[Whole, ...]
     zero: Literal[0, 1, 2, 3]
+    zero_group: Whole
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
     bucket_bytes: Count

@@ -45,8 +45,16 @@ def _layout(layout: Layout) -> Layout:
         context=sizes["context"],
         data=sizes["data"],
         pipeline=sizes["pipeline"],
+        zero_group=_zero_group(layout, sizes["data"]),
         stage_layers=layout.stage_layers if sizes["pipeline"] == layout.pipeline else None,
     )
+
+
+def _zero_group(layout: Layout, data: int) -> int:
+    """A group of at least two within a data axis that is cut to `data`, and at least two of them, as there were."""
+    if not layout.zero_group or layout.num_shards == layout.data:
+        return 0
+    return max((size for size in range(2, min(layout.zero_group, data // 2) + 1) if data % size == 0), default=0)
 
 
 def _fitting(model: ModelSpec, layout: Layout) -> ModelSpec:
@@ -107,7 +115,10 @@ def _job(job: JobSpec, layout: Layout) -> tuple[JobSpec, Layout]:
         micro_batch, num_micro_batches = micro_batch // 2, 2
     num_micro_batches = max(2, num_micro_batches)
     global_batch = num_micro_batches * micro_batch * layout.data
-    return replace(job, seq_len=seq_len, global_batch=global_batch), replace(layout, micro_batch=micro_batch)
+    tokens = micro_batch * seq_len // (layout.tensor if layout.sequence_parallel else 1)
+    chunks = math.gcd(tokens, layout.tensor_overlap_chunks)
+    layout = replace(layout, micro_batch=micro_batch, tensor_overlap_chunks=chunks)
+    return replace(job, seq_len=seq_len, global_batch=global_batch), layout
 
 
 def _changes(before: Plan, after: Plan) -> list[str]:

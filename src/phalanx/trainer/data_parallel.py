@@ -6,18 +6,21 @@ keeps (Rajbhandari et al. 2020).
     ZeRO 2   each block's gradients are reduce-scattered after every backward, added to a shard, and let go
     ZeRO 3   parameters too exist as shards only: a block's are gathered before it runs, the next block's meanwhile
 
-One mechanism: each part of each buffer is cut evenly over the data axis, and a stage tells what it is about to run.
+One mechanism: each part of each buffer is cut evenly over the shard group, which is the data axis or neighbours on it,
+and a stage tells what it is about to run. Gradients are reduce-scattered within that group, then each shard is
+all-reduced among the ranks that hold the same one, its replicas. Without ZeRO a shard is everything, and the data axis
+are its replicas; where ZeRO cuts over the whole axis, a shard has no other replica.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from torch import Tensor
 
 from phalanx.plan.comm import Comm, Work
 from phalanx.plan.shards import Part, Piece, Rectangle
+from phalanx.trainer.comm import DONE
 from phalanx.trainer.flat import FlatBuffer
 from phalanx.trainer.model import Block
 
@@ -44,20 +47,54 @@ class Slice:
                 yield piece, box, slice(first - self.start, first - self.start + box.num_elements)
 
 
+class _Reduction:
+    """The messages that sum the gradients of some buffers, one after another. `messages` yields each after which there
+    is something to do and returns the last."""
+
+    def __init__(self, buffers: Sequence[FlatBuffer], messages: Generator[Work, None, Work]) -> None:
+        self.buffers, self._messages, self.goes_on = buffers, messages, True
+        self._proceed()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is under way or to come."""
+        return not self.goes_on and self._work is DONE
+
+    def advance(self) -> None:
+        """Wait for the message under way, and send the next one or be complete."""
+        self._work.wait()
+        if self.goes_on:
+            self._proceed()
+
+    def finish(self) -> None:
+        """Wait for all messages."""
+        while self.goes_on:
+            self.advance()
+        self._work.wait()
+
+    def _proceed(self) -> None:
+        try:
+            self._work = next(self._messages)
+        except StopIteration as end:
+            self._work, self.goes_on = end.value, False
+
+
 class DataParallel:
-    """The buffers of one rank, over the Comm of its data group. `zero` is 0 where the group has one member."""
+    """The buffers of one rank, over the Comms of its shard group and of its replicas (`plan.groups.data_groups`)."""
 
     def __init__(
         self,
         buffers: Sequence[FlatBuffer],
-        comm: Comm,
+        shards: Comm,
+        replicas: Comm,
         zero: int,
         bucket_bytes: int,
         fill: Callable[[FlatBuffer], None],
     ) -> None:
         """`fill(buffer)` writes the initial parameters; one buffer at a time is whole if ZeRO 3 keeps shards only."""
-        self.buffers, self.comm, self.bucket_bytes = tuple(buffers), comm, bucket_bytes
-        self.zero = zero if comm.size > 1 else 0
+        self.buffers, self.shards, self.replicas = tuple(buffers), shards, replicas
+        self.bucket_bytes = bucket_bytes
+        self.zero = zero if shards.size > 1 else 0
         self._slices: dict[FlatBuffer, tuple[Slice, ...]] = {}
         for buffer in buffers:
             buffer.allocate_parameters()
@@ -68,19 +105,18 @@ class DataParallel:
             if self.zero == 3:
                 buffer.free_parameters()
         self._bucket: list[FlatBuffer] = []
-        self._reductions: deque[tuple[Work, list[FlatBuffer]]] = deque()
+        self._reductions: list[_Reduction] = []
         self._gathers: dict[FlatBuffer, Work] = {}
         self._holders = dict.fromkeys(self.buffers, 0)
         self._num_final = 0
 
     def _slice(self, buffer: FlatBuffer, part: Part) -> Slice:
-        start, stop = part.shard(self.comm.index, self.comm.size) if self.sharded else (part.start, part.stop)
-        return Slice(buffer, part, start, stop, self.zero)
+        return Slice(buffer, part, *part.shard(self.shards.index, self.shards.size), self.zero)
 
     @property
-    def sharded(self) -> bool:
-        """Whether this rank updates shards only."""
-        return self.zero >= 1
+    def first_replica(self) -> bool:
+        """Whether this rank is the one that counts and writes, of all that hold the same shard."""
+        return self.replicas.index == 0
 
     @property
     def slices(self) -> tuple[Slice, ...]:
@@ -120,10 +156,7 @@ class DataParallel:
         buffer = block.buffer
         self._num_final += last
         if self.zero >= 2:
-            self._start_reduction([buffer])
-            # One more may be on its way while the next block computes: at most two blocks' gradients are whole.
-            while len(self._reductions) > 1:
-                self._end_reduction()
+            self._start_reduction([buffer], last=last)
         elif last:
             self._bucket.append(buffer)
             if sum(member.gradients.nbytes for member in self._bucket) >= self.bucket_bytes:
@@ -134,39 +167,50 @@ class DataParallel:
         assert self._num_final == len(self.buffers), f"{self._num_final} of {len(self.buffers)} buffers became final"
         if self._bucket:
             self._start_bucket()
-        while self._reductions:
-            self._end_reduction()
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
 
     def _start_bucket(self) -> None:
         """All data ranks run the same schedule, so they form the same buckets in the same order."""
         bucket, self._bucket = self._bucket, []
-        self._start_reduction(bucket)
+        self._start_reduction(bucket, last=True)
 
-    def _start_reduction(self, bucket: list[FlatBuffer]) -> None:
-        if self.sharded:
-            parts = [part for buffer in bucket for part in self._slices[buffer]]
-            whole = [part.buffer.gradients[part.part.start : part.part.stop] for part in parts]
-            mine = [part.buffer.gradients[part.start : part.stop] for part in parts]
-            work = self.comm.reduce_scatter(whole, out=mine, purpose="gradients", async_op=True)
-        else:
-            work = self.comm.all_reduce([buffer.gradients for buffer in bucket], purpose="gradients", async_op=True)
-        self._reductions.append((work, bucket))
+    def _start_reduction(self, bucket: Sequence[FlatBuffer], *, last: bool) -> None:
+        """Those under way go on to what follows their first message: under ZeRO 2 at most two blocks' gradients are
+        whole, one on its way while the next one is computed."""
+        started = _Reduction(bucket, self._reduce(bucket, last))
+        for reduction in self._reductions:
+            if reduction.goes_on:
+                reduction.advance()
+        self._reductions = [*(reduction for reduction in self._reductions if not reduction.done), started]
 
-    def _end_reduction(self) -> None:
-        work, bucket = self._reductions.popleft()
-        work.wait()
+    def _reduce(self, bucket: Sequence[FlatBuffer], last: bool) -> Generator[Work, None, Work]:
+        """Sum gradients over the shard group, into this rank's slices; with `last`, these over all replicas."""
+        slices = [part for buffer in bucket for part in self._slices[buffer]]
+        if self.zero:
+            whole = [part.buffer.gradients[part.part.start : part.part.stop] for part in slices]
+            mine = [part.buffer.gradients[part.start : part.stop] for part in slices]
+            scattered = self.shards.reduce_scatter(whole, out=mine, purpose="gradients", async_op=True)
+            if self.zero == 1 and self.replicas.size == 1:
+                return scattered
+            yield scattered
         if self.zero >= 2:
+            for part, gradients in zip(slices, mine, strict=True):
+                part.gradients.add_(gradients)
             for buffer in bucket:
-                for part in self._slices[buffer]:
-                    part.gradients.add_(buffer.gradients[part.start : part.stop])
                 buffer.free_gradients()
+        if not last:
+            return DONE
+        return self.replicas.all_reduce([part.gradients for part in slices], purpose="gradients", async_op=True)
 
     def _allocate_gradients(self, block: Block) -> None:
         """Under ZeRO 2, whole gradients of `block` exist from here until they are reduced."""
         if self.zero < 2:
             return
-        while any(buffer in bucket for _, bucket in self._reductions for buffer in block.reads):
-            self._end_reduction()
+        for reduction in self._reductions:
+            if reduction.goes_on and any(buffer in reduction.buffers for buffer in block.reads):
+                reduction.advance()
         for buffer in block.reads:
             buffer.allocate_gradients()
 
@@ -202,7 +246,7 @@ class DataParallel:
     def _gather(self, buffers: Sequence[FlatBuffer], *, async_op: bool = False) -> Work:
         parts = [part for buffer in buffers for part in self._slices[buffer]]
         whole = [part.buffer.parameters[part.part.start : part.part.stop] for part in parts]
-        return self.comm.all_gather(
+        return self.shards.all_gather(
             [part.parameters for part in parts], out=whole, purpose="parameters", async_op=async_op
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.plan.comm import Comm
 from phalanx.plan.layout import Coord
+from phalanx.plan.groups import data_groups
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import Action, schedule
 from phalanx.plan.shards import Copies, rank_stages, stage_buffers
@@ -47,7 +48,8 @@ class Engine:
         ]
         self.buffers = [buffer for chunk in chunks for buffer in chunk]
         self.data = DataParallel(
-            self.buffers, comm("data"), layout.zero, layout.bucket_bytes, functools.partial(fill, seed=job.seed)
+            self.buffers, shards, replicas, layout.zero, layout.bucket_bytes, functools.partial(fill, seed=job.seed)
+        shards, replicas = map(comm, data_groups(layout))
         )
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
         objective = Objective(vocab=model.vocab, label_smoothing=job.label_smoothing, z_loss=job.z_loss)
@@ -123,7 +125,7 @@ class Engine:
         number in `extra` is summed over all ranks on the way."""
         # Every tensor rank of the last stage has computed the same loss: one of them speaks.
         mine = loss if self.coord.tensor == 0 else torch.zeros_like(loss)
-        squares = squared_norm(self.data.slices, self.data.sharded, self.coord.data == 0)
+        squares = squared_norm(self.data.slices, self.data.first_replica)
         both = torch.cat([torch.stack([mine, squares]), loss.new_tensor(extra)])
         self.comm("world").all_reduce(both, purpose="loss and norm")
         total, squared, *rest = both.tolist()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from phalanx.plan.groups import AXIS_OF
 import torch
 
 from phalanx.data.source import Source
@@ -35,7 +36,11 @@ class Clock:
 
     def lap(self) -> list[float]:
         """Wall seconds, and of those the seconds blocked on each of AXES, since the last lap."""
-        now_s, by_group = time.perf_counter(), dict(self.recorder.seconds)
+        now_s = time.perf_counter()
+        by_group: dict[str, float] = {}
+        for group, seconds in self.recorder.seconds.items():
+            axis = AXIS_OF.get(group, group)
+            by_group[axis] = by_group.get(axis, 0.0) + seconds
         blocked = [by_group.get(axis, 0.0) - self.last_by_group.get(axis, 0.0) for axis in AXES]
         spent = [now_s - self.last_s, *blocked]
         self.last_s, self.last_by_group = now_s, by_group

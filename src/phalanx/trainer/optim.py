@@ -32,13 +32,13 @@ def clip_coefficient(norm: float, clip_norm: float) -> float:
     return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
 
 
-def squared_norm(slices: Sequence[Slice], sharded: bool, first_data_rank: bool) -> Tensor:
+def squared_norm(slices: Sequence[Slice], first_replica: bool) -> Tensor:
     """This rank's share of the squared global gradient norm, float64: summed over all ranks, each value counts once.
 
-    Copies count on one rank only. Without sharding, data replicas hold the same gradients, and the first one counts.
+    Copies count on one rank only: of the data ranks that hold the same gradients, on the first.
     """
     total = torch.zeros((), dtype=torch.float64, device=slices[0].gradients.device if slices else None)
-    if sharded or first_data_rank:
+    if first_replica:
         for part in slices:
             if part.part.counted:
                 total += squared(part.gradients)

@@ -31,7 +31,6 @@ def state(engine: Engine) -> Iterator[StatePiece]:
 
     After that, `engine.publish()` carries restored master weights to where forward reads them.
     """
-    first_replica = engine.data.sharded or engine.coord.data == 0
     for part, tensors in zip(engine.data.slices, engine.optimizer.state(), strict=True):
         for piece, box, stretch in part.rectangles():
             for kind, flat in tensors.items():
@@ -40,5 +39,5 @@ def state(engine: Engine) -> Iterator[StatePiece]:
                     parameter=piece.parameter,
                     rectangle=box,
                     tensor=flat[stretch].view(box.shape),
-                    owned=first_replica and part.part.counted,
+                    owned=engine.data.first_replica and part.part.counted,
                 )

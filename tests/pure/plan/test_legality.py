@@ -162,6 +162,53 @@ REFUSED = {
     ),
     "an axis of none": (Layout(tensor=0), {}, ("layout.tensor", "tensor is 0", "tensor = 1 or more")),
     "ZeRO": (Layout(zero=4), {}, ("layout.zero", "there is no ZeRO stage 4", "zero = 0, 1, 2 or 3")),
+    "a group without ZeRO": (
+        Layout(data=4, zero_group=2),
+        {},
+        (
+            "layout.zero_group",
+            "zero_group 2 without ZeRO, which is what it would bound",
+            "zero = 1, 2 or 3, or leave zero_group out",
+        ),
+    ),
+    "a group that does not divide": (
+        Layout(data=8, zero=1, zero_group=3),
+        {},
+        ("layout.zero_group", "zero_group 3 does not divide data 8", "zero_group = 2 or 4"),
+    ),
+    "a group of one": (
+        Layout(data=4, zero=3, zero_group=1),
+        {},
+        ("layout.zero_group", "a zero_group of 1 shares nothing", "zero = 0, or zero_group = 2 or more"),
+    ),
+    "less than a group": (
+        Layout(data=4, zero=3, zero_group=-2),
+        {},
+        ("layout.zero_group", "zero_group is -2", "zero_group = 0 (all of data) or more"),
+    ),
+    "chunks of all tokens": (
+        Layout(tensor=2, tensor_overlap_chunks=3),
+        {},
+        (
+            "layout.tensor_overlap_chunks",
+            "tensor_overlap_chunks 3 does not divide the 32 tokens of a micro-batch",
+            "tensor_overlap_chunks = 2 or 4",
+        ),
+    ),
+    "chunks of a slice": (
+        Layout(tensor=2, sequence_parallel=True, tensor_overlap_chunks=32),
+        {},
+        (
+            "layout.tensor_overlap_chunks",
+            "tensor_overlap_chunks 32 does not divide the 16 tokens of a micro-batch that a tensor rank holds",
+            "tensor_overlap_chunks = 16",
+        ),
+    ),
+    "no chunk": (
+        Layout(tensor_overlap_chunks=0),
+        {},
+        ("layout.tensor_overlap_chunks", "tensor_overlap_chunks is 0", "tensor_overlap_chunks = 1 or more"),
+    ),
     "recompute": (
         Layout(recompute="ful"),
         {},
@@ -204,6 +251,9 @@ def test_all_problems_come_at_once():
         Layout(tensor=4),
         Layout(tensor=2, pipeline=2, data=2, sequence_parallel=True, zero=1),
         Layout(sequence_parallel=True),
+        Layout(data=8, zero=2, zero_group=4),
+        Layout(tensor=2, sequence_parallel=True, tensor_overlap_chunks=8),
+        Layout(tensor_overlap_chunks=3),
         Layout(pipeline=4, stage_layers=(0, 2, 2, 0)),
     ],
 )
@@ -239,6 +289,7 @@ LAYOUTS = st.builds(
     data=st.sampled_from([1, 2, 4]),
     micro_batch=st.sampled_from([1, 2, 3]),
     zero=st.integers(0, 3),
+    zero_group=st.sampled_from([0, 0, 2, 3]),
     sequence_parallel=st.booleans(),
 )
 MODELS = st.builds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import STYLES, tiny_model
 
-from phalanx.plan.groups import groups, kv_copies
+from phalanx.plan.groups import data_groups, groups, kv_copies
 from phalanx.plan.layout import AXES, Coord, Layout
 from phalanx.plan.shards import ALIGNMENT, Piece, padded_vocab, rank_buffers
 from phalanx.spec.model import ModelSpec
@@ -45,10 +46,12 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
         tensor=tensor,
         pipeline=pipeline,
         data=draw(st.integers(1, 4)),
+        zero=draw(st.integers(0, 3)),
         virtual_stages=virtual_stages,
         schedule="interleaved-1f1b" if virtual_stages > 1 else "1f1b",
     )
-    return model, layout
+    groups_of_two = layout.zero and layout.data == 4 and draw(st.booleans())
+    return model, replace(layout, zero_group=2) if groups_of_two else layout
 
 
 def cover(counts: dict[str, np.ndarray], piece: Piece, start: int, stop: int) -> int:
@@ -155,6 +158,31 @@ def test_neighbouring_ranks_share_the_tensor_axis() -> None:
         "pipeline": [(0, 4), (1, 5), (2, 6), (3, 7)],
         "tied": [(0, 4), (1, 5), (2, 6), (3, 7)],
     }
+
+
+def test_shards_lie_among_neighbours_and_replicas_across() -> None:
+    layout = Layout(tensor=2, data=4, zero=1, zero_group=2)
+    named = {
+        name: [group.ranks for group in groups(tiny_model(), layout) if group.name == name]
+        for name in ("shards", "replicas")
+    }
+    assert named == {"shards": [(0, 2), (4, 6), (1, 3), (5, 7)], "replicas": [(0, 4), (2, 6), (1, 5), (3, 7)]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(data=4), ("shards", "data")),
+        (Layout(data=4, zero=2), ("data", "replicas")),
+        (Layout(data=4, zero=2, zero_group=4), ("data", "replicas")),
+        (Layout(data=4, zero=2, zero_group=2), ("shards", "replicas")),
+    ],
+)
+def test_only_a_part_of_the_data_axis_needs_groups_of_its_own(layout: Layout, names: tuple[str, str]) -> None:
+    assert data_groups(layout) == names
+    made = {group.name: group.size for group in groups(tiny_model(), layout)}
+    sizes = [made.get(name, 1) for name in names]
+    assert sizes == [layout.num_shards, layout.data // layout.num_shards]
 
 
 @given(models_and_layouts())

@@ -36,9 +36,15 @@ layouts = st.builds(
 )
 
 
-@given(many=st.lists(layouts, min_size=1, max_size=20), model=st.sampled_from([LLAMA, GPT]))
+@given(
+    many=st.lists(layouts, min_size=1, max_size=20),
+    size=st.sampled_from([0, 1, 2, 3]),
+    chunks=st.sampled_from([1, 1, 2, 3, 7]),
+    model=st.sampled_from([LLAMA, GPT]),
+)
 @settings(max_examples=200, deadline=None)
-def test_legality_of_arrays_is_that_of_one(many: list[Layout], model: ModelSpec) -> None:
+def test_legality_of_arrays_is_that_of_one(many: list[Layout], size: int, chunks: int, model: ModelSpec) -> None:
+    many = [replace(layout, zero_group=size, tensor_overlap_chunks=chunks) for layout in many]
     broken = np.any(list(legal.illegal(model, JOB, CLUSTER, of(many)).values()), axis=0)
     assert broken.tolist() == [bool(problems(model, JOB, CLUSTER, layout)) for layout in many]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import CLUSTER, GPT, JOB, LLAMA
 
+from phalanx.plan.groups import data_groups
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
@@ -25,9 +26,9 @@ def layouts(model: ModelSpec) -> list[Layout]:
     """Legal ones of up to 8 ranks, with every ZeRO stage and kind of recompute."""
     sizes = [s for s in itertools.product((1, 2, 4, 8), repeat=3) if s[0] * s[1] * s[2] <= 8]
     made = [
-        Layout(tensor=t, pipeline=p, data=d, zero=zero, sequence_parallel=cut, recompute=recompute)
-        for (t, p, d), zero, cut, recompute in itertools.product(
-            sizes, (0, 1, 2, 3), (False, True), ("none", "selective", "full")
+        Layout(tensor=t, pipeline=p, data=d, zero=zero, zero_group=group, sequence_parallel=cut, recompute=recompute)
+        for (t, p, d), (zero, group), cut, recompute in itertools.product(
+            sizes, ((0, 0), (1, 0), (2, 0), (3, 0), (1, 2), (3, 2)), (False, True), ("none", "selective", "full")
         )
     ]
     return [x for x in made if not problems(model, SMALL, CLUSTER, x) and not engine_problems(x)]
@@ -58,8 +59,12 @@ def test_priced_messages_are_those_of_traffic(model: ModelSpec) -> None:
         if layout.data > 1:
             held = int(footprint.held.elements[0, 0])
             repeats = micro_batches if layout.zero >= 2 else 1
-            assert listed["data", "gradients"] == held * repeats * engine().reduce_bytes
+            shards, replicas = data_groups(layout)
+            if layout.num_shards > 1:
+                assert listed[shards, "gradients"] == held * repeats * engine().reduce_bytes
+            if layout.num_shards < layout.data:
+                assert listed[replicas, "gradients"] == held // layout.num_shards * engine().reduce_bytes
             if layout.zero in (1, 2):
-                assert listed["data", "parameters"] == held * 2
+                assert listed[shards, "parameters"] == held * 2
         checked += 1
     assert checked > 100
