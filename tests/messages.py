@@ -10,6 +10,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.traffic import traffic
 from phalanx.trainer import loop
 from phalanx.trainer.engine import Engine
+from phalanx.trainer.guards import Guards
 from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.world import World
 
@@ -31,7 +32,7 @@ class Zeros:
 def counted(engine: Engine, world: World) -> Messages:
     """What the Comms of this rank count in one training step."""
     world.recorder.reset()
-    loop.step(engine, Zeros(engine.plan), loop.Clock(world.recorder), StopRequest(), 0)
+    loop.step(engine, Zeros(engine.plan), loop.Clock(world.recorder), StopRequest(), Guards(engine), 0)
     return dict(world.recorder.messages)
 
 

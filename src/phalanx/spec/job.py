@@ -67,6 +67,8 @@ class JobSpec:
     `precision` is that of compute; master weights and optimizer state stay fp32 ("fp64" is float64 all through: for
     checking). `label_smoothing` is the part of each target that all ids share equally, `z_loss` the weight of log² Z,
     with Z the sum of a token's exponentiated logits: both belong to the loss that is trained and shown.
+    A step whose loss or gradient is no finite number ends the run, or with `on_non_finite` "skip" changes nothing.
+    Every `check_copies_every_steps` steps (0: never) ranks compare what they hold copies of.
     `comm` "auto" moves data between processes of one host through shared memory, "gloo" switches that off.
     `comm_timeout_s` ends a collective that waits longer.
     """
@@ -78,6 +80,8 @@ class JobSpec:
     seed: Whole = 1
     label_smoothing: Below1 = 0.0
     z_loss: NotNegative = 0.0
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    check_copies_every_steps: Whole = 100
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()

@@ -13,7 +13,7 @@ from phalanx.plan.comm import Comm
 from phalanx.plan.layout import Coord
 from phalanx.plan.groups import data_groups
 from phalanx.plan.plan import Plan
-from phalanx.plan.schedule import Action, schedule
+from phalanx.plan.schedule import Action, Schedule, schedule
 from phalanx.plan.shards import Copies, rank_stages, stage_buffers
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
@@ -47,9 +47,9 @@ class Engine:
             for stage in rank_stages(model, layout, coord, job.seq_len)
         ]
         self.buffers = [buffer for chunk in chunks for buffer in chunk]
+        shards, replicas = map(comm, data_groups(layout))
         self.data = DataParallel(
             self.buffers, shards, replicas, layout.zero, layout.bucket_bytes, functools.partial(fill, seed=job.seed)
-        shards, replicas = map(comm, data_groups(layout))
         )
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
         objective = Objective(vocab=model.vocab, label_smoothing=job.label_smoothing, z_loss=job.z_loss)
@@ -57,16 +57,17 @@ class Engine:
             build(chunk, model, job.seq_len, self.parallel, embedding, self.data, layout.recompute, objective)
             for chunk in chunks
         ]
-        self.pipeline = self._pipeline(stages, dtype, on_action)
+        held = len(self.parallel.held_tokens(layout.micro_batch * job.seq_len))
+        activations = torch.empty(held, model.hidden, dtype=dtype, device=device)
+        self._pipeline_of = functools.partial(
+            Pipeline, stages=stages, comm=comm("pipeline"), activations=activations, on_action=on_action
+        )
+        self.pipeline = self._pipeline_of(self._schedule(layout.num_micro_batches(job.global_batch)))
         self.optimizer = AdamW(self.data.slices, job.optimizer)
 
-    def _pipeline(self, stages: Sequence[Stage], dtype: torch.dtype, on_action: Callable[[Action], None]) -> Pipeline:
-        job, layout = self.plan.job, self.plan.layout
-        num_micro_batches = layout.num_micro_batches(job.global_batch)
-        order = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, num_micro_batches)
-        held = len(self.parallel.held_tokens(layout.micro_batch * job.seq_len))
-        activations = torch.empty(held, self.plan.model.hidden, dtype=dtype, device=self.device)
-        return Pipeline(order, stages, self.comm("pipeline"), activations, on_action)
+    def _schedule(self, num_micro_batches: int) -> Schedule:
+        layout = self.plan.layout
+        return schedule(layout.schedule, layout.pipeline, layout.virtual_stages, num_micro_batches)
 
     @property
     def positions(self) -> range:
@@ -94,8 +95,16 @@ class Engine:
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Run the schedule; gradients are summed over micro-batches and, bucket by bucket, over the data axis. Returns
         this rank's share of the loss (float64)."""
+        return self._run(self.pipeline, batches)
+
+    def run_alone(self, batch: MicroBatch) -> Tensor:
+        """`forward_backward` of one micro-batch, as if the step had no other: to find the one that something is wrong
+        with."""
+        return self._run(self._pipeline_of(self._schedule(1)), [batch])
+
+    def _run(self, pipeline: Pipeline, batches: Sequence[MicroBatch]) -> Tensor:
         self.data.zero_gradients()
-        loss = self.pipeline.run(batches)
+        loss = pipeline.run(batches)
         self.data.finish()
         return loss
 

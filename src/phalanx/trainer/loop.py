@@ -15,9 +15,9 @@ from phalanx.data.source import Source
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import Action
 from phalanx.rundir import RunDir
-from phalanx.trainer import guards
 from phalanx.trainer.continuation import Continuation
 from phalanx.trainer.engine import Engine
+from phalanx.trainer.guards import Guards
 from phalanx.trainer.optim import clip_coefficient, learning_rate
 from phalanx.trainer.pipeline_parallel import OnAction
 from phalanx.trainer.recorder import Recorder
@@ -47,18 +47,18 @@ class Clock:
         return spent
 
 
-def step(engine: Engine, source: Source, clock: Clock, stop: StopRequest, number: int) -> StepRecord:
+def step(engine: Engine, source: Source, clock: Clock, stop: StopRequest, guards: Guards, number: int) -> StepRecord:
     """One optimizer step, `number` counting from 0: read, forward and backward, make gradients whole, update."""
     plan, job = engine.plan, engine.plan.job
     batch = source.batch(number, list(engine.positions))
     tokens, labels = (torch.from_numpy(array).to(engine.device) for array in (batch.tokens, batch.labels))
-    loss = engine.forward_backward(engine.micro_batches(tokens, labels, batch.num_supervised, number))
+    batches = engine.micro_batches(tokens, labels, batch.num_supervised, number)
+    loss = engine.forward_backward(batches)
     engine.synchronize()
     mean_loss, norm, (votes, *spent) = engine.totals(loss, [stop.vote, *clock.lap()])
     stop.count(votes)
-    guards.check_finite(engine, mean_loss, norm)
     rate = learning_rate(job.optimizer, number, job.num_steps)
-    if batch.num_supervised:
+    if guards.allow_update(batches, mean_loss, norm) and batch.num_supervised:
         engine.update(rate, clip_coefficient(norm, job.optimizer.clip_norm))
     step_s, *blocked = (seconds / plan.layout.num_ranks for seconds in spent)
     share = {axis: seconds / step_s for axis, seconds in zip(AXES, blocked, strict=True)}
@@ -70,6 +70,7 @@ def step(engine: Engine, source: Source, clock: Clock, stop: StopRequest, number
         step_s=step_s,
         tokens_per_s=job.tokens_per_step / step_s,
         tokens_per_s_per_device=job.tokens_per_step / step_s / plan.layout.num_ranks,
+        skipped_steps=guards.num_skipped,
         share={"compute": 1.0 - math.fsum(share.values()), **share},
     )
 
@@ -89,14 +90,16 @@ def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()
     metrics = MetricsWriter(run_dir.metrics, _say) if world.rank == 0 else None
-    clock, stop = Clock(world.recorder), StopRequest()
+    clock, stop, guards = Clock(world.recorder), StopRequest(), Guards(engine)
     for number in range(done, job.num_steps):
         world.recorder.step = number + 1
-        record = step(engine, source, clock, stop, number)
+        record = step(engine, source, clock, stop, guards, number)
         if metrics:
             metrics.write(record)
             _say(record.line(job.num_steps))
-        world.recorder.micro_batch, world.recorder.phase = -1, "checkpoint"
+        world.recorder.micro_batch, world.recorder.phase = -1, "check of copies"
+        guards.after(number + 1)
+        world.recorder.phase = "checkpoint"
         if stop.agreed and number + 1 < job.num_steps:
             continuation.finish(number + 1)
             stopped = stop.leave(number + 1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import InputError
 
@@ -19,7 +21,8 @@ AXES = ("tensor", "pipeline", "data")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One step, the same on every rank. `step` counts from 1; `loss` is the mean over the supervised tokens of the
-    global batch, before the update; `gradient_norm` before clipping.
+    global batch, before the update; `gradient_norm` before clipping. `skipped_steps` counts those since the run began
+    or went on whose loss or norm was no finite number, so that they changed no weight.
 
     `step_s`: wall seconds from one step's end to the next; `share`: the parts of it that the average rank computed, or
     was blocked in communication of an axis (waiting for a late peer included), adding up to 1. `tokens_per_s` counts
@@ -34,15 +37,35 @@ class StepRecord:
     tokens_per_s: float
     tokens_per_s_per_device: float
     share: Mapping[str, float]
+    skipped_steps: int = 0
 
     def line(self, num_steps: int) -> str:
         """For the terminal, in aligned columns. An axis with no time at all, as one of size 1, is left out."""
         width = len(str(num_steps))
-        shares = "  ".join(f"{kind} {part:3.0%}" for kind, part in self.share.items() if part)
+        parts = [f"{kind} {part:3.0%}" for kind, part in self.share.items() if part]
+        parts += [f"skipped ({self.skipped_steps} so far)"] if not self.is_finite else []
         return (
             f"step {self.step:>{width}}/{num_steps}  loss {self.loss:7.4f}  norm {self.gradient_norm:6.3f}  "
-            f"lr {self.learning_rate:.2e}  {self.tokens_per_s:>7,.0f} tokens/s  {self.step_s:6.3f} s  {shares}"
+            f"lr {self.learning_rate:.2e}  {self.tokens_per_s:>7,.0f} tokens/s  {self.step_s:6.3f} s  "
+            + "  ".join(parts)
         )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are numbers to go by."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    def json(self) -> str:
+        """One line of JSON; null stands for what is no finite number, since JSON has no word for it."""
+        values = asdict(self)
+        values |= {key: None for key in ("loss", "gradient_norm") if not math.isfinite(values[key])}
+        return json.dumps(values)
+
+    @classmethod
+    def of_json(cls, line: str) -> StepRecord:
+        """What `json` wrote."""
+        values: dict[str, Any] = json.loads(line)
+        return cls(**{key: math.nan if value is None else value for key, value in values.items()})
 
 
 class MetricsWriter:
@@ -57,7 +80,7 @@ class MetricsWriter:
 
     def write(self, record: StepRecord) -> None:
         """Append one line."""
-        data = (json.dumps(asdict(record)) + "\n").encode()
+        data = (record.json() + "\n").encode()
         try:
             with self._path.open("ab", buffering=0) as file:
                 size = file.tell()
@@ -77,7 +100,7 @@ def read(path: Path) -> list[StepRecord]:
     missing or damaged."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        records = [StepRecord(**json.loads(line)) for line in lines]
+        records = [StepRecord.of_json(line) for line in lines]
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"cannot read metrics: {error}", where=str(path)) from error
     return [record for _, record in sorted({record.step: record for record in records}.items())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 import signal
 from dataclasses import replace
@@ -65,3 +67,16 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path):
     path.write_text('{"step": 1')
     with pytest.raises(InputError, match="metrics"):
         read(path)
+
+
+def test_what_is_no_number_is_null_and_comes_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, pytest.fail)
+    writer.write(replace(record(1), loss=math.nan, gradient_norm=math.inf, skipped_steps=3))
+    writer.write(record(2))
+    assert json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)["loss"] is None
+    skipped, normal = read(path)
+    assert math.isnan(skipped.loss)
+    assert (skipped.is_finite, normal.is_finite) == (False, True)
+    assert "skipped (3 so far)" in skipped.line(2)
+    assert "skipped" not in normal.line(2)
