@@ -143,9 +143,7 @@ def ours(name: str, layout: Layout, data: Path, copies: int = 1) -> Contender:
 
 def step(engine: Engine, source: Source, number: int) -> None:
     """What `trainer.loop` does in a step, without its report."""
-    batch = source.batch(number, list(engine.positions))
-    tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-    loss = engine.forward_backward(engine.micro_batches(tokens, labels, batch.num_supervised, number))
+    loss = engine.forward_backward(engine.read(source.batch(number, list(engine.positions)), number))
     engine.synchronize()
     _, norm, _ = engine.totals(loss)
     optimizer = engine.plan.job.optimizer

@@ -141,8 +141,8 @@ def wrong_token_count(patch: Patch) -> None:
     """Each data rank divides by its own supervised tokens: a mean of means."""
     cut = Engine.micro_batches
 
-    def own_count(self: Engine, tokens: Any, labels: Any, num_supervised: int, step: int) -> Any:
-        return cut(self, tokens, labels, int((labels >= 0).sum()) * self.plan.layout.data, step)
+    def own_count(self: Engine, tokens: Any, labels: Any, num_supervised: int, *others: Any) -> Any:
+        return cut(self, tokens, labels, int((labels >= 0).sum()) * self.plan.layout.data, *others)
 
     patch(Engine, "micro_batches", own_count)
 

@@ -36,6 +36,18 @@ def masked_batch(plan: Plan, step: int) -> tuple[Tensor, Tensor, int]:
     return tokens, labels, int((labels >= 0).sum())
 
 
+def document_positions(plan: Plan, step: int) -> Tensor | None:
+    """Where documents of 1 to 12 tokens begin anew: int64 [global batch, seq_len]; None where the job joins them."""
+    if plan.job.data.documents == "joined":
+        return None
+    generator = torch.Generator().manual_seed(100 + step)
+    rows = []
+    for _ in range(plan.job.global_batch):
+        lengths = torch.randint(1, 13, (plan.job.seq_len,), generator=generator).tolist()
+        rows.append(torch.cat([torch.arange(length) for length in lengths])[: plan.job.seq_len])
+    return torch.stack(rows)
+
+
 def collect(slices: Iterable[Slice], which: str) -> dict[str, Tensor]:
     """Global tensors by name, put together from the `which` ("parameters", "gradients") of slices."""
     tensors: dict[str, Tensor] = {}

@@ -15,12 +15,13 @@ import torch
 from helpers import run_worlds
 from matrix import UNUSUAL, layouts, models
 from messages import claimed, counted
-from single import collect, masked_batch, solo_engine
+from single import collect, document_positions, masked_batch, solo_engine
 from tiny import STYLES, tiny_model, tiny_plan
 from torch import Tensor
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
+from phalanx.spec.job import DataSpec
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.flat import FlatBuffer
@@ -35,8 +36,9 @@ def train(engine: Engine) -> dict[str, Any]:
     losses, norms, gradients = [], [], []
     for step in range(NUM_STEPS):
         tokens, labels, num_supervised = masked_batch(engine.plan, step)
-        mine = list(engine.positions)
-        batches = engine.micro_batches(tokens[mine], labels[mine], num_supervised, step)
+        mine, positions = list(engine.positions), document_positions(engine.plan, step)
+        positions = None if positions is None else positions[mine]
+        batches = engine.micro_batches(tokens[mine], labels[mine], num_supervised, step, positions)
         loss = engine.forward_backward(batches)
         engine.synchronize()
         total, norm, _ = engine.totals(loss)
@@ -78,7 +80,8 @@ def on_rank(world: World, plan: Plan) -> dict[str, Any]:
 def reference(model: ModelSpec, **job: Any) -> tuple[list[float], list[float], dict[str, Tensor]]:
     engine = solo_engine(tiny_plan(Layout(micro_batch=4), model, **job))
     tokens, labels, num_supervised = masked_batch(engine.plan, 0)
-    engine.forward_backward(engine.micro_batches(tokens, labels, num_supervised, 0))
+    positions = document_positions(engine.plan, 0)
+    engine.forward_backward(engine.micro_batches(tokens, labels, num_supervised, 0, positions))
     gradients = {name: value.clone() for name, value in collect(engine.data.slices, "gradients").items()}
     result = train(solo_engine(tiny_plan(Layout(micro_batch=4), model, **job)))
     return result["losses"], result["norms"], gradients
@@ -127,6 +130,25 @@ def test_smoothing_and_z_loss_do_not_depend_on_the_layout(layout: Layout) -> Non
 def test_unusual_layout_equals_one_process(case: str) -> None:
     model, layout = UNUSUAL[case]
     check_against_one_process(model, layout)
+
+
+SEPARATE = {
+    **{name: UNUSUAL[name] for name in ("tensor 8", "interleaved", "zero 3, tied", "selective recompute, sequence")},
+    "zb-v": UNUSUAL["zb-v"],
+    "dualpipe-v": UNUSUAL["dualpipe-v"],
+    "recompute": UNUSUAL["recompute"],
+    "learned, all axes": (tiny_model("gpt2"), Layout(tensor=2, pipeline=2, data=2, sequence_parallel=True, zero=1)),
+    "dropout": (
+        tiny_model(dropout=0.1, attention_dropout=0.1),
+        Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="full", micro_batch=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEPARATE)
+def test_separate_documents_do_not_depend_on_the_layout(case: str) -> None:
+    model, layout = SEPARATE[case]
+    check_against_one_process(model, layout, data=DataSpec(documents="separate"))
 
 
 @pytest.mark.parametrize("layout", DROPOUT, ids=str)

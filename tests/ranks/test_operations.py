@@ -31,6 +31,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.trainer import model as blocks
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.loss import Objective
+from phalanx.trainer.micro_batch import MicroBatch
 from phalanx.trainer.recompute import checkpointed
 from phalanx.trainer.tensor_parallel import TensorParallel
 
@@ -142,7 +143,7 @@ class Case:
         if isinstance(self.block, blocks.Layer) and self.block.attention.rotation is not None:
             self.lasting += self.block.attention.rotation
         tokens = torch.randint(0, model.vocab, (layout.micro_batch, seq_len))
-        self.batch = blocks.MicroBatch(
+        self.batch = MicroBatch(
             tokens=tokens,
             labels=tokens,
             sequences=torch.arange(layout.micro_batch),

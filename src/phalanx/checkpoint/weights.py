@@ -67,9 +67,9 @@ def initialize(
     device = device or torch.device("cpu")
 
     def fitting() -> Weights:
-        weights, data = open_weights(path, plan.model), plan.job.data.path
+        weights, data = open_weights(path, plan.model), plan.job.data.mixed
         if data and comm.index == 0:
-            check_tokenizers(Path(data).parent, weights.folders)
+            check_tokenizers(Path(data[0].path).parent, weights.folders)
         return weights
 
     weights = together(comm, device, CheckpointError, fitting)
@@ -110,5 +110,5 @@ def _check_like(there: ModelSpec, like: ModelSpec | None, path: Path) -> None:
 
 
 def _tokenizer_folders(plan: Plan) -> Iterable[Path]:
-    data, start = plan.job.data.path, plan.job.checkpoint.init_from
-    return [path for path in (data and Path(data).parent, start and Path(start)) if path]
+    data, start = plan.job.data.mixed[:1], plan.job.checkpoint.init_from
+    return [*(Path(entry.path).parent for entry in data), *([Path(start)] if start else [])]

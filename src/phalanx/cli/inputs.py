@@ -17,6 +17,7 @@ from phalanx.launch.environment import Launched
 from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
+from phalanx.spec.job import DataSpec
 from phalanx.spec.load import RunSpec, load
 
 if TYPE_CHECKING:
@@ -73,8 +74,16 @@ def with_data(plan: Plan, *, quiet: bool = False) -> Plan:
     """
     from phalanx.data.build import ensure
 
-    prefix = ensure(plan.job.data, plan.model.vocab, Path("data"), Console(stderr=True, quiet=quiet)).absolute()
-    data = replace(plan.job.data, path=str(prefix), text=None)
+    def there(data: DataSpec) -> str:
+        return str(ensure(data, plan.model.vocab, Path("data"), Console(stderr=True, quiet=quiet)).absolute())
+
+    data = plan.job.data
+    if data.sets:
+        data = replace(data, sets=tuple(replace(entry, path=there(DataSpec(path=entry.path))) for entry in data.sets))
+    else:
+        data = replace(data, path=there(data), text=None)
+    if data.validation_path is not None:
+        data = replace(data, validation_path=there(DataSpec(path=data.validation_path)))
     plan = replace(plan, job=replace(plan.job, data=data))
     source_of(plan)
     return plan
@@ -84,9 +93,7 @@ def source_of(plan: Plan) -> Source:
     """The data of a plan that `with_data` returned. Raises DataError as that does."""
     from phalanx.data.source import Source
 
-    job = plan.job
-    assert job.data.path is not None
-    return Source(Path(job.data.path), job.seq_len, job.seed, job.global_batch, plan.model.vocab)
+    return Source.of(plan.job, plan.model.vocab)
 
 
 def resumed(plan: Plan, wish: str | None) -> Plan:

@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         with writing(run_dir.plan, "--run-dir"):
             plan.write(run_dir.plan)
         sys.stdout.write(f"{plan.layout}; run folder {run_dir.path}\n")
-        sys.stdout.write(f"data: {source_of(plan).describe(plan.job.num_steps)}\n")
+        for line in source_of(plan).describe(plan.job.num_steps):
+            sys.stdout.write(f"data: {line}\n")
         sys.stdout.flush()
         result = local.start(run_dir.plan, run_dir)
     if result.failure:

@@ -28,17 +28,24 @@ NUM_ROUNDS = 8  # of 64 bits of key each: one blake2b digest
 def sample_ids(seed: int, step: int, global_batch: int, num_samples: int) -> Integers:
     """The samples of one optimizer step, in the order of their positions in the global batch: int64 [global_batch]."""
     numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+    return in_order(numbers, num_samples, seed)
+
+
+def in_order(numbers: Integers, num_samples: int, seed: int, stream: int = 0) -> Integers:
+    """The samples that come as the `numbers`-th (not decreasing) of a run, epoch after epoch: same shape. Each `stream`
+    has an order of its own."""
     epochs, within = np.divmod(numbers, num_samples)
     ids = np.empty_like(numbers)
-    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if len(epochs) else ():
         chosen = epochs == epoch
-        ids[chosen] = permute(within[chosen], num_samples, seed, epoch)
+        ids[chosen] = permute(within[chosen], num_samples, seed, epoch, stream)
     return ids
 
 
-def permute(indices: Integers, num_samples: int, seed: int, epoch: int) -> Integers:
-    """Where the permutation of (seed, epoch) sends `indices` of [0, num_samples): same shape, a bijection."""
-    keys = np.frombuffer(hashlib.blake2b(f"order {seed} {epoch}".encode()).digest(), "<u8")
+def permute(indices: Integers, num_samples: int, seed: int, epoch: int, stream: int = 0) -> Integers:
+    """Where the permutation of (seed, epoch, stream) sends `indices` of [0, num_samples): same shape, a bijection."""
+    name = f"order {seed} {epoch}" + (f" {stream}" if stream else "")
+    keys = np.frombuffer(hashlib.blake2b(name.encode()).digest(), "<u8")
     num_bits = max(2, (num_samples - 1).bit_length())
     values = _feistel(indices.astype(np.uint64), num_bits, keys)
     outside = np.flatnonzero(values >= num_samples)

@@ -1,8 +1,7 @@
-"""Source: token files → the batches of a step.
+"""Source: token files → the batches of a step, and of validation.
 
-Documents are packed end to end without padding: sample i is the tokens [i × seq_len, i × seq_len + seq_len + 1), whose
-first `seq_len` are the input and last `seq_len` the labels, so neighbours share one token and each token but the first
-is a label once per epoch. Labels across a document's end are supervised like all others.
+`order` and `mixture` say by arithmetic alone which sample of which set stands where in which global batch; `samples`
+reads it. Nothing here knows a layout or a rank, so all layouts see the same data, and a run resumes anywhere.
 """
 
 from __future__ import annotations
@@ -14,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.order import sample_ids
+from phalanx.data.mixture import choose, shares
+from phalanx.data.order import in_order
+from phalanx.data.samples import Flags, Integers, Samples, split
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import DataError
+from phalanx.spec.job import DataSpec, JobSpec
 
 NOT_SUPERVISED = -100
 
@@ -26,58 +28,123 @@ class Batch:
     """Some sequences of one global batch: `tokens` and `labels` are int64 [sequences, seq_len].
 
     A label of `NOT_SUPERVISED` (-100) counts for nothing. `num_supervised` counts the labels of the *whole* global
-    batch that do: the one divisor of the loss, the same on every rank.
+    batch that do: the one divisor of the loss, the same on every rank. `positions`, like `tokens`, is how far each
+    token stands from the beginning of its document, where documents are separate, else None.
     """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     num_supervised: int
+    positions: npt.NDArray[np.int64] | None = None
 
 
 class Source:
     """The batches of a run: any positions of any step, in any order, on any rank.
 
-    Raises `DataError` for a file that is missing or damaged, has fewer samples than one global batch, or (when it is
-    read) holds a token id that the model's vocabulary does not.
+    Raises `DataError` for a file that is missing or damaged, has fewer samples than its part of one global batch, holds
+    nothing that is supervised, or cannot be split; and when it is read, for a token id that the model does not have.
     """
 
-    def __init__(self, prefix: Path, seq_len: int, seed: int, global_batch: int, vocab: int) -> None:
-        self.file = TokenFile(prefix)
-        self.seq_len = seq_len
-        self.seed = seed
-        self.global_batch = global_batch
-        self.vocab = vocab
-        self.num_samples = max(0, (self.file.num_tokens - 1) // seq_len)
-        if self.num_samples < global_batch:
-            have = f"{self.file.num_tokens:,} tokens are {self.num_samples:,} samples of {seq_len:,} and one label"
-            need = f"needs {global_batch:,} samples, {global_batch * seq_len + 1:,} tokens"
-            advice = "give more text, or lower job.global_batch or job.seq_len"
-            raise DataError(f"{have}; one global batch {need}", where=str(self.file.bin_path), instead=advice)
+    def __init__(self, data: DataSpec, *, seq_len: int, seed: int, global_batch: int, vocab: int) -> None:
+        self.seq_len, self.seed, self.global_batch, self.vocab = seq_len, seed, global_batch, vocab
+        self.data = data
+        files = [TokenFile(Path(entry.path)) for entry in data.mixed]
+        ends = [split(file, data.validation_fraction) if data.validation_fraction else None for file in files]
+        self.sets = [self._samples(file, last=end) for file, end in zip(files, ends, strict=True)]
+        self.held_out = [self._samples(file, first=end) for file, end in zip(files, ends, strict=True) if end]
+        if data.validation_path is not None:
+            self.held_out.append(self._samples(TokenFile(Path(data.validation_path))))
+        self.shares = shares([entry.weight for entry in data.mixed])
+        self._check()
+
+    @classmethod
+    def of(cls, job: JobSpec, vocab: int) -> Source:
+        """The source of a job whose data is there, for a model with `vocab` token ids."""
+        return cls(job.data, seq_len=job.seq_len, seed=job.seed, global_batch=job.global_batch, vocab=vocab)
+
+    def _samples(self, file: TokenFile, first: int = 0, last: int | None = None) -> Samples:
+        separate = self.data.documents == "separate"
+        return Samples(file, seq_len=self.seq_len, vocab=self.vocab, separate=separate, first=first, last=last)
+
+    def _check(self) -> None:
+        for samples, share in zip(self.sets, self.shares, strict=True):
+            needed = -(-self.global_batch * share // sum(self.shares))
+            if samples.num_samples < needed:
+                num_tokens = samples.last - samples.first
+                have = f"{num_tokens:,} tokens are {samples.num_samples:,} samples of {self.seq_len:,} and one label"
+                need = f"needs {needed:,} samples, {needed * self.seq_len + 1:,} tokens"
+                advice = "give more text, or lower job.global_batch or job.seq_len"
+                what = f"{have}; one global batch {need}"
+                raise DataError(what, where=str(samples.file.bin_path), instead=advice)
+        for part, name in ((self.sets, "train on"), (self.held_out, "validate on")):
+            if part and not any(samples.any_supervised() and samples.num_with_short for samples in part):
+                where = ", ".join(str(samples.file.bin_path) for samples in part)
+                raise DataError(f"no supervised token to {name}", where=where, instead="another mask, or more data")
 
     def batch(self, step: int, positions: Sequence[int]) -> Batch:
         """The sequences at `positions` of the global batch of `step` (both from 0)."""
-        ids = sample_ids(self.seed, step, self.global_batch, self.num_samples)[np.asarray(positions, dtype=np.int64)]
-        samples = np.empty((len(ids), self.seq_len + 1), dtype=np.int64)
-        for row, sample in zip(samples, ids.tolist(), strict=True):
-            row[:] = self.file.read(sample * self.seq_len, self.seq_len + 1)
-        self._check_ids(samples, ids)
-        num_supervised = self.global_batch * self.seq_len
-        return Batch(tokens=samples[:, :-1].copy(), labels=samples[:, 1:].copy(), num_supervised=num_supervised)
+        sets, earlier = choose(step * self.global_batch, self.global_batch, self.shares)
+        ids = np.empty_like(earlier)
+        for index, samples in enumerate(self.sets):
+            ids[sets == index] = in_order(earlier[sets == index], samples.num_samples, self.seed, index)
+        mine = np.asarray(positions, dtype=np.int64)
+        if all(samples.all_supervised for samples in self.sets):
+            return self._read(self.sets, sets[mine], ids[mine], None, self.global_batch * self.seq_len)
+        # Every rank reads the marks of the whole global batch: that spares a message.
+        supervised = self._supervised(self.sets, sets, ids)
+        return self._read(self.sets, sets[mine], ids[mine], supervised[mine], int(supervised.sum()))
 
-    def describe(self, num_steps: int) -> str:
-        """One line: how much data there is, and how often a run of `num_steps` passes through it."""
-        num_needed = num_steps * self.global_batch
-        have = f"{self.file.num_tokens:,} tokens, {self.num_samples:,} samples of {self.seq_len:,}"
-        epochs = num_needed / self.num_samples
-        return f"{have}; {num_steps:,} steps take {num_needed:,} samples, {epochs:,.2f} epochs"
+    @property
+    def num_rounds(self) -> int:
+        """How many global batches hold all that there is to validate on; the last one may be short."""
+        return -(-sum(samples.num_with_short for samples in self.held_out) // self.global_batch)
 
-    def _check_ids(self, samples: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> None:
-        """A wrong id would be an index error deep in the model, or a row of zeros that trains in silence."""
-        wrong = np.argwhere((samples < 0) | (samples >= self.vocab))
-        if not len(wrong):
-            return
-        row, column = wrong[0].tolist()
-        position = int(ids[row]) * self.seq_len + column
-        what = f"token id {samples[row, column]} at position {position:,}; the model's vocabulary is {self.vocab:,} ids"
-        advice = "tokenize with the model's tokenizer, or set model.vocab to cover every id of the tokenizer"
-        raise DataError(what, where=str(self.file.bin_path), instead=advice)
+    def validation(self, number: int, positions: Sequence[int]) -> Batch:
+        """The sequences at `positions` of the `number`-th global batch of validation, in the order of the files. Beyond
+        the end no label is supervised. `num_supervised` counts these sequences alone."""
+        numbers = number * self.global_batch + np.asarray(positions, dtype=np.int64)
+        firsts = np.cumsum([0, *(samples.num_with_short for samples in self.held_out[:-1])])
+        sets = np.searchsorted(firsts, numbers, side="right") - 1
+        ids = numbers - firsts[sets]
+        supervised = self._supervised(self.held_out, sets, ids)
+        return self._read(self.held_out, sets, ids, supervised, int(supervised.sum()))
+
+    def _supervised(self, parts: Sequence[Samples], sets: Integers, ids: Integers) -> Flags:
+        flags = np.empty((len(ids), self.seq_len), dtype=np.bool_)
+        for index, samples in enumerate(parts):
+            flags[sets == index] = samples.supervised(ids[sets == index])
+        return flags
+
+    def _read(
+        self, parts: Sequence[Samples], sets: Integers, ids: Integers, supervised: Flags | None, num_supervised: int
+    ) -> Batch:
+        """Samples `ids` of `sets`, of which the labels in `supervised` count (None: all)."""
+        tokens = np.empty((len(ids), self.seq_len + 1), dtype=np.int64)
+        positions = np.empty((len(ids), self.seq_len), dtype=np.int64) if self.data.documents == "separate" else None
+        for index, samples in enumerate(parts):
+            tokens[sets == index] = samples.tokens(ids[sets == index])
+            if positions is not None:
+                positions[sets == index] = samples.positions(ids[sets == index])
+        labels = tokens[:, 1:].copy()
+        if supervised is not None:
+            labels[~supervised] = NOT_SUPERVISED
+        return Batch(tokens=tokens[:, :-1].copy(), labels=labels, num_supervised=num_supervised, positions=positions)
+
+    def describe(self, num_steps: int) -> list[str]:
+        """Lines: how much data there is, how often a run of `num_steps` passes through it, and what is attended."""
+        num_needed, total = num_steps * self.global_batch, sum(self.shares)
+        lines = []
+        for samples, share in zip(self.sets, self.shares, strict=True):
+            taken = num_needed * share // total
+            name = f"{samples.file.prefix}: " if len(self.sets) > 1 else ""
+            have = f"{samples.last - samples.first:,} tokens, {samples.num_samples:,} samples of {self.seq_len:,}"
+            epochs = taken / samples.num_samples
+            lines.append(f"{name}{have}; {num_steps:,} steps take {taken:,} samples, {epochs:,.2f} epochs")
+        if self.held_out:
+            num_labels = sum(max(0, samples.last - samples.first - 1) for samples in self.held_out)
+            every = self.data.validate_every_steps
+            when = f"every {every:,} steps and at the end" if every else "at the end"
+            lines.append(f"validation {when}, on {num_labels:,} tokens")
+        joined = "attention crosses the ends of documents within a sequence (data.documents = joined)"
+        lines.append(joined if self.data.documents == "joined" else "attention stays within each document")
+        return lines

@@ -8,6 +8,7 @@ from typing import Literal
 from phalanx.spec.schema import Below1, Count, NotNegative, Positive, Whole
 
 Precision = Literal["fp32", "bf16", "fp64"]
+Documents = Literal["joined", "separate"]
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -32,14 +33,43 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """One of several sets of tokens that are mixed: `path` is the prefix of its .bin/.idx pair, `weight` its part of
+    all samples, relative to the weights of the others."""
+
+    path: str
+    weight: Positive = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
     """Where the tokens come from: `path` is the prefix of a .bin/.idx pair; `text` a glob of text files from which
-    that pair is built on first use, with a byte-pair tokenizer of the model's vocabulary size trained on it. As `text`,
-    `PYTHON_STDLIB` stands for the source files of the Python that runs us: real text that is there on any machine.
+    that pair is built on first use, with a byte-pair tokenizer of the model's vocabulary size trained on it (as `text`,
+    `PYTHON_STDLIB` stands for the source files of the Python that runs us: real text that is there on any machine);
+    `sets` are several pairs, mixed.
+
+    `documents` "joined": attention and positions run through a sequence whatever documents lie in it; "separate": both
+    begin anew with each document. Validation reads `validation_path`, or the last `validation_fraction` of each set,
+    which is then not trained on; every `validate_every_steps` steps (0: only at the end).
     """
 
     path: str | None = None
     text: str | None = None
+    sets: tuple[DataSet, ...] = ()
+    documents: Documents = "joined"
+    validation_path: str | None = None
+    validation_fraction: Below1 = 0.0
+    validate_every_steps: Whole = 0
+
+    @property
+    def mixed(self) -> tuple[DataSet, ...]:
+        """The sets to train on, of which `path` is the only one where it is given."""
+        return self.sets if self.path is None else (DataSet(path=self.path),)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return self.validation_path is not None or self.validation_fraction > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A run file, with `--set` overrides, into specs: the one door for TOML. Every mistake is reported at once.
 
-Relative paths in a run file (`data.path`, `data.text`, `checkpoint.resume`, `checkpoint.init_from`, `model.hf`,
+Relative paths in a run file (those of `data`, `checkpoint.resume`, `checkpoint.init_from`, `model.hf`,
 `cluster.file`) start from the run file's folder, those in an override from the current folder. They leave here
 absolute, so that a plan can be run from anywhere.
 """
@@ -180,7 +180,9 @@ def _job(check: Checker, tables: Mapping[str, dict[str, Any]]) -> JobSpec | None
         value = tables[key[0]].get(key[1])
         return {} if value is None or value in words else {key[1]: str(check.document.path(key, value))}
 
+    sets = (replace(entry, path=str(check.document.path(("data", "sets"), entry.path))) for entry in data.sets)
     data = replace(data, **absolute("data", "path"), **absolute("data", "text", words=[PYTHON_STDLIB]))
+    data = replace(data, sets=tuple(sets), **absolute("data", "validation_path"))
     resume = absolute("checkpoint", "resume", words=["auto", "never"])
     checkpoint = replace(checkpoint, **resume, **absolute("checkpoint", "init_from"))
     return JobSpec(**values, optimizer=optimizer, data=data, checkpoint=checkpoint)
@@ -191,6 +193,21 @@ def _check_together(check: Checker, model: ModelSpec | None, job: JobSpec | None
     if job and job.optimizer.min_lr > job.optimizer.lr:
         what = f"optimizer.min_lr = {job.optimizer.min_lr:g} is above lr = {job.optimizer.lr:g}"
         check.problem(("optimizer", "min_lr"), what, "the curve falls from lr to min_lr")
+    if job:
+        _check_data(check, job.data)
     if job and model and model.positions == "learned" and job.seq_len > model.max_seq_len:
         what = f"job.seq_len = {job.seq_len} is longer than the model's {model.max_seq_len} learned positions"
         check.problem(("job", "seq_len"), what, f"at most {model.max_seq_len}, or model.max_seq_len = {job.seq_len}")
+
+
+def _check_data(check: Checker, data: DataSpec) -> None:
+    if data.sets and (data.path is not None or data.text is not None):
+        what = f"data.{'path' if data.path is not None else 'text'} beside data.sets"
+        check.problem(("data", "sets"), what, "path = one more of the sets, or the one set without sets")
+    if data.validation_path is not None and data.validation_fraction:
+        what = "both data.validation_path and data.validation_fraction"
+        check.problem(("data", "validation_fraction"), what, "one of them")
+    if data.validate_every_steps and not data.validates:
+        what = f"data.validate_every_steps = {data.validate_every_steps} with nothing to validate on"
+        instead = "validation_path = a set of its own, or validation_fraction = 0.01 of this one"
+        check.problem(("data", "validate_every_steps"), what, instead)

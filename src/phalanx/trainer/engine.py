@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.data.source import Batch
 from phalanx.plan.comm import Comm
-from phalanx.plan.layout import Coord
 from phalanx.plan.groups import data_groups
+from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import Action, Schedule, schedule
 from phalanx.plan.shards import Copies, rank_stages, stage_buffers
@@ -19,7 +20,8 @@ from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
 from phalanx.trainer.loss import Objective
-from phalanx.trainer.model import MicroBatch, Stage, build
+from phalanx.trainer.micro_batch import Documents, MicroBatch
+from phalanx.trainer.model import build
 from phalanx.trainer.optim import AdamW, squared_norm
 from phalanx.trainer.pipeline_parallel import Pipeline
 from phalanx.trainer.tensor_parallel import TensorParallel
@@ -75,21 +77,34 @@ class Engine:
         share = self.plan.job.global_batch // self.plan.layout.data
         return range(self.coord.data * share, (self.coord.data + 1) * share)
 
-    def micro_batches(self, tokens: Tensor, labels: Tensor, num_supervised: int, step: int) -> list[MicroBatch]:
-        """Cut this rank's sequences [sequences, seq_len] into micro-batches. `num_supervised`: of the global batch."""
+    def read(self, batch: Batch, step: int) -> list[MicroBatch]:
+        """The micro-batches of `batch`, which holds this rank's sequences."""
+        tokens, labels = (torch.from_numpy(array).to(self.device) for array in (batch.tokens, batch.labels))
+        positions = None if batch.positions is None else torch.from_numpy(batch.positions)
+        return self.micro_batches(tokens, labels, batch.num_supervised, step, positions)
+
+    def micro_batches(
+        self, tokens: Tensor, labels: Tensor, num_supervised: int, step: int, positions: Tensor | None = None
+    ) -> list[MicroBatch]:
+        """Cut this rank's sequences [sequences, seq_len] into micro-batches. `num_supervised`: of the global batch;
+        `positions`, on the CPU, where documents stand alone."""
         sequences = torch.tensor(self.positions, device=self.device)
         size = self.plan.layout.micro_batch
-        pieces = zip(tokens.split(size), labels.split(size), sequences.split(size), strict=True)
+        documents: list[Documents | None] = [None] * -(-len(tokens) // size)
+        if positions is not None:
+            documents = [Documents.of(piece, self.device) for piece in positions.split(size)]
+        pieces = zip(tokens.split(size), labels.split(size), sequences.split(size), documents, strict=True)
         return [
             MicroBatch(
                 tokens=token,
                 labels=label,
                 sequences=sequence,
                 num_supervised=max(1, num_supervised),
+                documents=document,
                 step=step,
                 seed=self.plan.job.seed,
             )
-            for token, label, sequence in pieces
+            for token, label, sequence, document in pieces
         ]
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:

@@ -19,9 +19,11 @@ from phalanx.plan.comm import Group
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.shards import Buffer, Parameter, Rectangle, rank_buffers
 from phalanx.trainer import kernels
+from phalanx.trainer.attention import Attention, rotation_table
 from phalanx.trainer.comm import SoloComm
 from phalanx.trainer.flat import FlatBuffer
-from phalanx.trainer.model import Attention, Layer, MicroBatch, Norm, rotation_table
+from phalanx.trainer.micro_batch import MicroBatch
+from phalanx.trainer.model import Layer, Norm
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 Choose = Callable[[Tensor], int]

@@ -32,15 +32,20 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def split_heads(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    rotation: tuple[Tensor, Tensor] | None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[sequences, positions, (heads + 2 kv heads) × width] → q, k, v, each [sequences, its heads, positions, width].
 
     `rotation`: cosines and sines [positions, width / 2] that turn queries and keys; halves of a head are the pairs, as
-    Hugging Face's Llama has them (RoFormer, eq. 34). None leaves them as they are. All three are views of `qkv`, which
-    is overwritten: nothing is copied, and attention takes the strides as they are.
+    Hugging Face's Llama has them (RoFormer, eq. 34). None leaves them as they are. With `positions` [positions] or
+    [sequences, positions] (int64), those are the rows of `rotation` to take. All three are views of `qkv`, which is
+    overwritten: nothing is copied, and attention takes the strides as they are.
     """
-    q, k, v = _SplitHeads.apply(qkv, num_heads, num_kv_heads, rotation)
+    q, k, v = _SplitHeads.apply(qkv, num_heads, num_kv_heads, rotation, positions)
     return q, k, v
 
 
@@ -127,28 +132,34 @@ class _SwiGLU(Function):
 class _SplitHeads(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, num_heads: int, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
+        ctx: Any,
+        qkv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        rotation: tuple[Tensor, Tensor] | None,
+        positions: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        sequences, positions, features = qkv.shape
+        sequences, num_positions, features = qkv.shape
         total = num_heads + 2 * num_kv_heads
-        heads = qkv.view(sequences, positions, total, features // total)
-        ctx.num_turned, ctx.rotation = num_heads + num_kv_heads, rotation
+        heads = qkv.view(sequences, num_positions, total, features // total)
+        ctx.num_turned, ctx.rotation, ctx.positions = num_heads + num_kv_heads, rotation, positions
         if rotation is not None:
-            _rotate(heads[:, :, : ctx.num_turned], *rotation, sign=1)
+            _rotate(heads[:, :, : ctx.num_turned], rotation, positions, sign=1)
         return heads.transpose(1, 2).split([num_heads, num_kv_heads, num_kv_heads], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         heads_grad = torch.cat([grad.transpose(1, 2) for grad in grads], 2)
         if ctx.rotation is not None:
-            _rotate(heads_grad[:, :, : ctx.num_turned], *ctx.rotation, sign=-1)
-        return heads_grad.flatten(2), None, None, None
+            _rotate(heads_grad[:, :, : ctx.num_turned], ctx.rotation, ctx.positions, sign=-1)
+        return heads_grad.flatten(2), None, None, None, None
 
 
-def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, sign: int) -> None:
+def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor], positions: Tensor | None, *, sign: int) -> None:
     """Turn `heads` [sequences, positions, heads, width] by the angles (`sign` -1: back), in place."""
     first, second = heads.chunk(2, -1)
-    cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
+    rows = rotation if positions is None else (rotation[0][positions], rotation[1][positions])
+    cosines, sines = (table.unsqueeze(-2) for table in rows)
     from_first = first * sines
     first.mul_(cosines).addcmul_(second, sines, value=-sign)
     second.mul_(cosines).add_(from_first, alpha=sign)

@@ -51,8 +51,7 @@ def step(engine: Engine, source: Source, clock: Clock, stop: StopRequest, guards
     """One optimizer step, `number` counting from 0: read, forward and backward, make gradients whole, update."""
     plan, job = engine.plan, engine.plan.job
     batch = source.batch(number, list(engine.positions))
-    tokens, labels = (torch.from_numpy(array).to(engine.device) for array in (batch.tokens, batch.labels))
-    batches = engine.micro_batches(tokens, labels, batch.num_supervised, number)
+    batches = engine.read(batch, number)
     loss = engine.forward_backward(batches)
     engine.synchronize()
     mean_loss, norm, (votes, *spent) = engine.totals(loss, [stop.vote, *clock.lap()])
@@ -85,7 +84,7 @@ def train(plan: Plan, run_dir: RunDir) -> None:
 def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     """Train from the last checkpoint, or the beginning, to the end."""
     job = plan.job
-    source = Source(Path(str(job.data.path)), job.seq_len, job.seed, job.global_batch, plan.model.vocab)
+    source = Source.of(job, plan.model.vocab)
     engine = Engine(plan, world.coord, world.comm, world.device, _follow(world))
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()

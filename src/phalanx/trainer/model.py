@@ -6,9 +6,7 @@ Activations are matrices [tokens, hidden]; tokens run over (sequence, position) 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,24 +18,12 @@ from phalanx.plan.layout import Recompute
 from phalanx.plan.shards import Leaf, Piece
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
+from phalanx.trainer.attention import Attention, rotation_table
 from phalanx.trainer.flat import FlatBuffer, Products, Weight
 from phalanx.trainer.loss import Objective, head_loss
+from phalanx.trainer.micro_batch import MicroBatch, held_places, held_positions
 from phalanx.trainer.recompute import checkpointed
 from phalanx.trainer.tensor_parallel import Again, TensorParallel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """What one forward reads. `tokens`, `labels` [sequences, positions] int64, labels negative where not supervised;
-    `sequences` [sequences] int64: places in the global batch. `num_supervised` counts the whole global batch, so that
-    the losses of all micro-batches of all ranks add up to its mean. `step` and `seed` address dropout."""
-
-    tokens: Tensor
-    labels: Tensor
-    sequences: Tensor
-    num_supervised: int
-    step: int = 0
-    seed: int = 0
 
 
 class Block(Protocol):
@@ -80,19 +66,11 @@ class Dropout:
 
     def __call__(self, inputs: Tensor, batch: MicroBatch, layer: int, site: str) -> Tensor:
         """Drop at `site` of `layer`."""
-        sequences, rows = token_places(batch, self.parallel)
+        sequences, rows = held_places(batch, self.parallel)
         key = dropout.site_key(batch.seed, batch.step, layer, site)
         columns = torch.arange(self.hidden, device=inputs.device)
         keep = dropout.keep_mask(key, self.probability, sequences.unsqueeze(1), rows.unsqueeze(1), columns)
         return dropout.apply(inputs, keep, self.probability)
-
-
-def token_places(batch: MicroBatch, parallel: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Global sequence and position [tokens] of each token that this rank holds between half-blocks."""
-    num_positions = batch.tokens.shape[1]
-    held = parallel.held_tokens(batch.tokens.numel())
-    token = torch.arange(held.start, held.stop, device=batch.tokens.device)
-    return batch.sequences[token // num_positions], token % num_positions
 
 
 class Embedding:
@@ -111,7 +89,7 @@ class Embedding:
         anchor = torch.zeros((), device=batch.tokens.device, requires_grad=True)
         output = self.parallel.embed(batch.tokens.flatten(), self.tokens, self.first_row, anchor)
         if self.positions is not None:
-            output = kernels.add_positions(output, self.positions, token_places(batch, self.parallel)[1])
+            output = kernels.add_positions(output, self.positions, held_positions(batch, self.parallel))
         return self.dropout(output, batch, -1, "embedding") if self.dropout else output
 
 
@@ -127,43 +105,6 @@ class Norm:
         if self.bias is None:
             return kernels.rms_norm(inputs, self.weight, self.eps)
         return kernels.layer_norm(inputs, self.weight, self.bias, self.eps)
-
-
-class Attention:
-    """Causal self-attention on this rank's heads.
-
-    [tokens, features of q, k and v] → [sequences, heads, positions, width].
-    """
-
-    def __init__(
-        self, model: ModelSpec, heads: range, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
-    ) -> None:
-        self.heads, self.num_kv_heads, self.rotation = heads, num_kv_heads, rotation
-        self.dropout = model.attention_dropout
-
-    def __call__(self, qkv: Tensor, batch: MicroBatch, layer: int) -> Tensor:
-        """Attend within each sequence."""
-        num_sequences, num_positions = batch.tokens.shape
-        num_heads, num_kv = len(self.heads), self.num_kv_heads
-        rotation = (
-            None if self.rotation is None else (self.rotation[0][:num_positions], self.rotation[1][:num_positions])
-        )
-        q, k, v = kernels.split_heads(qkv.view(num_sequences, num_positions, -1), num_heads, num_kv, rotation)
-        if self.dropout:
-            return self._with_dropout(q, k, v, batch, layer)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_kv != num_heads)
-
-    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, layer: int) -> Tensor:
-        """Attention written out, since fused kernels draw masks of their own, which would depend on the layout."""
-        k, v = (tensor.repeat_interleave(len(self.heads) // self.num_kv_heads, 1) for tensor in (k, v))
-        scores = (q @ k.transpose(2, 3)) / math.sqrt(q.shape[-1])
-        place = torch.arange(q.shape[2], device=q.device)
-        weights = torch.softmax(scores.masked_fill(place > place.unsqueeze(1), -math.inf), -1)
-        head = torch.tensor(self.heads, device=q.device)
-        key = dropout.site_key(batch.seed, batch.step, layer, "attention")
-        sequences = batch.sequences.view(-1, 1, 1, 1)
-        keep = dropout.keep_mask(key, self.dropout, sequences, head.view(-1, 1, 1), place.unsqueeze(1), place)
-        return dropout.apply(weights, keep, self.dropout) @ v
 
 
 def _join_heads(attended: Tensor) -> Tensor:
@@ -350,17 +291,6 @@ def _leaves(weights: dict[str, Weight], names: Sequence[str]) -> tuple[list[Weig
 
 def _piece(buffer: FlatBuffer, ending: str) -> Piece:
     return next(piece for piece in buffer.layout.pieces if piece.parameter.name.endswith(ending))
-
-
-def rotation_table(
-    model: ModelSpec, seq_len: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines [seq_len, head_dim / 2] of rotary positions, computed in float64; None for learned ones."""
-    if model.positions != "rope":
-        return None
-    frequencies = torch.tensor(model.rope_inverse_frequencies(), dtype=torch.float64, device=device)
-    angles = torch.arange(seq_len, dtype=torch.float64, device=device).unsqueeze(1) * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def build(

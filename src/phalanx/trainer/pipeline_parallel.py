@@ -17,7 +17,8 @@ from phalanx.plan.comm import Comm, Work
 from phalanx.plan.schedule import FORWARD_CHANNEL, Action, Schedule, Transfer
 from phalanx.plan.walk import receive_points
 from phalanx.trainer.flat import Products, add_product
-from phalanx.trainer.model import MicroBatch, Stage
+from phalanx.trainer.micro_batch import MicroBatch
+from phalanx.trainer.model import Stage
 
 OnAction = Callable[[Action], None]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.shards import Parameter, Rectangle
 from phalanx.rundir import RunDir
 from phalanx.trainer.engine import Engine
-from phalanx.trainer.model import MicroBatch
+from phalanx.trainer.micro_batch import MicroBatch
 from phalanx.trainer.optim import clip_coefficient, learning_rate
 from phalanx.trainer.state import state
 from phalanx.trainer.world import World, join
@@ -41,7 +41,7 @@ def record_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     """The same, among ranks that have met already."""
     job = plan.job
     # A model that was scaled down has a smaller vocabulary than its data: `_read` folds the ids into it.
-    source = Source(Path(str(job.data.path)), job.seq_len, job.seed, job.global_batch, sys.maxsize)
+    source = Source.of(job, sys.maxsize)
     engine = Engine(plan, world.coord, world.comm, world.device)
     pieces = _copy("initial weights", _weights(engine))
     steps = []
@@ -61,27 +61,27 @@ def record_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     facts.write(run_dir.record(world.rank))
 
 
-def uneven(batch: Batch, positions: Sequence[int], global_batch: int) -> Batch:
-    """`batch`, whose sequences stand at `positions` of the global batch, with part of the labels not supervised.
+def uneven(batch: Batch) -> Batch:
+    """The global batch `batch` with part of the labels not supervised.
 
-    The sequence at position p keeps its first (p + 1) / `global_batch` labels: no two micro-batches and no two data
-    ranks have the same number, so a mean of means shows (correctness.md 12).
+    Of B sequences, the one at position p keeps its first (p + 1) / B labels: no two micro-batches and no two data ranks
+    have the same number, so a mean of means shows (correctness.md 12).
     """
-    seq_len = batch.labels.shape[1]
+    global_batch, seq_len = batch.labels.shape
     kept = [max(1, (position + 1) * seq_len // global_batch) for position in range(global_batch)]
-    beyond = np.arange(seq_len) >= np.array([[kept[position]] for position in positions])
+    beyond = np.arange(seq_len) >= np.array(kept)[:, None]
     labels = np.where(beyond, NOT_SUPERVISED, batch.labels)
-    return Batch(tokens=batch.tokens, labels=labels, num_supervised=sum(kept))
+    return replace(batch, labels=labels, num_supervised=int((labels >= 0).sum()))
 
 
 def _read(engine: Engine, source: Source, number: int) -> list[MicroBatch]:
     """This rank's micro-batches of step `number`."""
-    positions = list(engine.positions)
-    batch = uneven(source.batch(number, positions), positions, engine.plan.job.global_batch)
+    batch, mine = uneven(source.batch(number, range(engine.plan.job.global_batch))), list(engine.positions)
     vocab = engine.plan.model.vocab
-    tokens = torch.from_numpy(batch.tokens % vocab).to(engine.device)
-    labels = torch.from_numpy(np.where(batch.labels < 0, batch.labels, batch.labels % vocab)).to(engine.device)
-    return engine.micro_batches(tokens, labels, batch.num_supervised, number)
+    tokens, labels = batch.tokens[mine], batch.labels[mine]
+    positions = None if batch.positions is None else batch.positions[mine]
+    folded = np.where(labels < 0, labels, labels % vocab)
+    return engine.read(replace(batch, tokens=tokens % vocab, labels=folded, positions=positions), number)
 
 
 def _facts(batches: Sequence[MicroBatch], loss: float, norm: float, rate: float, coefficient: float) -> StepFacts:

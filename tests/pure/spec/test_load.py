@@ -9,9 +9,10 @@ from typing import get_type_hints
 
 import pytest
 
+from phalanx.errors import SpecError
 from phalanx.plan.layout import AXES, Layout
 from phalanx.spec import clusters, load, models
-from phalanx.spec.job import CheckpointSpec, JobSpec, OptimizerSpec
+from phalanx.spec.job import CheckpointSpec, DataSet, JobSpec, OptimizerSpec
 from phalanx.spec.model import RopeScaling
 from phalanx.spec.schema import hints
 
@@ -125,6 +126,27 @@ class TestPaths:
         monkeypatch.chdir("/")
         data = load.load(path).job.data
         assert (data.path, data.text) == (str(tmp_path / "b"), "/x/*.txt")
+
+    def test_of_mixed_sets_and_of_validation(self, tmp_path):
+        sets = 'sets = [{path = "a", weight = 2}, {path = "/b"}]\nvalidation_path = "v"'
+        data = load.load(write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[data]\n{sets}\n')).job.data
+        assert data.sets == (DataSet(path=str(tmp_path / "a"), weight=2.0), DataSet(path="/b"))
+        assert data.validation_path == str(tmp_path / "v")
+
+    @pytest.mark.parametrize(
+        ("keys", "words"),
+        [
+            ('path = "a"\nsets = [{path = "b"}]', "data.path beside data.sets"),
+            ('text = "a"\nsets = [{path = "b"}]', "data.text beside data.sets"),
+            ('path = "a"\nvalidation_path = "b"\nvalidation_fraction = 0.1', "both data.validation_path and"),
+            ('path = "a"\nvalidate_every_steps = 5', "data.validate_every_steps = 5 with nothing to validate on"),
+            ('sets = [{path = "b", weight = 0}]', "data.sets.weight = 0: expected a finite number, above 0"),
+        ],
+    )
+    def test_of_data_that_contradict_each_other(self, tmp_path, keys, words):
+        with pytest.raises(SpecError) as caught:
+            load.load(write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[data]\n{keys}\n'))
+        assert words in str(caught.value)
 
     def test_in_an_override_they_start_from_here(self, tmp_path, monkeypatch):
         path = write(tmp_path, f'[model]\nname = "tiny"\n{JOB}')
