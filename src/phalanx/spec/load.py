@@ -40,6 +40,7 @@ class LayoutKeys(TypedDict, total=False):
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
     bucket_bytes: Count
+    tensor_overlap_chunks: Count
 
 
 AXES = ("tensor", "context", "data", "pipeline")

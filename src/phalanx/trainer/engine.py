@@ -42,7 +42,7 @@ class Engine:
         """`comm(name)` gives this rank's Comm of a group. Weights are drawn here."""
         model, job, layout = plan.model, plan.job, plan.layout
         self.plan, self.coord, self.device, self.comm = plan, coord, device, comm
-        self.parallel = TensorParallel(comm("tensor"), layout.sequence_parallel)
+        self.parallel = TensorParallel(comm("tensor"), layout.sequence_parallel, layout.tensor_overlap_chunks)
         dtype = COMPUTE_DTYPES[job.precision]
         chunks = [
             [FlatBuffer(buffer, dtype, device) for buffer in stage_buffers(model, layout, coord, stage)]

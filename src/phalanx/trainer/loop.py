@@ -6,12 +6,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-
-from phalanx.plan.groups import AXIS_OF
-import torch
 
 from phalanx.data.source import Source
+from phalanx.plan.groups import AXIS_OF
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import Action
 from phalanx.rundir import RunDir

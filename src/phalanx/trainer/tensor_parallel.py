@@ -44,6 +44,11 @@ class TensorParallel:
     chunks: int = 1
 
     @property
+    def num_chunks(self) -> int:
+        """1 where nothing is sent that could be on its way."""
+        return self.chunks if self.comm.size > 1 else 1
+
+    @property
     def cuts_tokens(self) -> bool:
         """Whether activations between half-blocks hold only this rank's slice of the tokens."""
         return self.sequence_parallel and self.comm.size > 1
@@ -105,12 +110,12 @@ class TensorParallel:
 
         Returns what was gathered.
         """
-        if not self.cuts_tokens or self.chunks == 1:
+        if not self.cuts_tokens or self.num_chunks == 1:
             whole = self.gather(inputs, purpose)
             multiply(whole, out)
             return whole
         arriving = []
-        for chunk in inputs.contiguous().chunk(self.chunks):
+        for chunk in inputs.contiguous().chunk(self.num_chunks):
             every = chunk.new_empty(self.comm.size, *chunk.shape)
             arriving.append((every, self.comm.all_gather(chunk, out=every, purpose=purpose, async_op=True)))
         whole = inputs.new_empty(out.shape[0], inputs.shape[1])
@@ -131,7 +136,7 @@ class TensorParallel:
                 works.append(self.comm.all_reduce(partial[tokens], purpose=purpose, async_op=True))
             return partial, works
         out = partial.new_empty(partial.shape[0] // self.comm.size, partial.shape[1])
-        pairs = zip(partial.chunk(self.chunks), out.chunk(self.chunks), strict=True)
+        pairs = zip(partial.chunk(self.num_chunks), out.chunk(self.num_chunks), strict=True)
         for ranges, (product, mine) in zip(self._chunks(partial.shape[0]), pairs, strict=True):
             for tokens, rows in zip(ranges, product.chunk(len(ranges)), strict=True):
                 multiply(tokens, rows)
@@ -140,10 +145,10 @@ class TensorParallel:
 
     def _chunks(self, num_tokens: int) -> Iterator[list[slice]]:
         """The tokens of each chunk: one range or, where tokens are cut, an equal one from every rank's slice."""
-        parts = self.comm.size if self.cuts_tokens and self.chunks > 1 else 1
-        length = num_tokens // (parts * self.chunks)
-        for chunk in range(self.chunks):
-            starts = [(part * self.chunks + chunk) * length for part in range(parts)]
+        parts = self.comm.size if self.cuts_tokens and self.num_chunks > 1 else 1
+        length = num_tokens // (parts * self.num_chunks)
+        for chunk in range(self.num_chunks):
+            starts = [(part * self.num_chunks + chunk) * length for part in range(parts)]
             yield [slice(start, start + length) for start in starts]
 
     def reduce(self, partial: Tensor, purpose: str) -> Tensor:

@@ -191,17 +191,17 @@ REFUSED = {
         {},
         (
             "layout.tensor_overlap_chunks",
-            "tensor_overlap_chunks 3 does not divide the 32 tokens of a micro-batch",
+            "tensor_overlap_chunks 3 does not divide the 64 tokens of a micro-batch",
             "tensor_overlap_chunks = 2 or 4",
         ),
     ),
     "chunks of a slice": (
-        Layout(tensor=2, sequence_parallel=True, tensor_overlap_chunks=32),
+        Layout(tensor=2, sequence_parallel=True, tensor_overlap_chunks=64),
         {},
         (
             "layout.tensor_overlap_chunks",
-            "tensor_overlap_chunks 32 does not divide the 16 tokens of a micro-batch that a tensor rank holds",
-            "tensor_overlap_chunks = 16",
+            "tensor_overlap_chunks 64 does not divide the 32 tokens of a micro-batch that a tensor rank holds",
+            "tensor_overlap_chunks = 32",
         ),
     ),
     "no chunk": (
