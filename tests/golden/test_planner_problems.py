@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.plan import operations
+from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.operations import Kernels
 from phalanx.plan.plan import Plan
@@ -178,7 +179,7 @@ PAPER = [  # (hidden, layers, heads, micro-batch): Korthikanti et al. (arXiv 220
 
 def kept(model: ModelSpec, layout: Layout, attention: str = "math") -> float:
     """Bytes that one layer keeps with the paper's kernels: byte masks; statistics of norms are not counted."""
-    cut = operations.cut(model, 2048, layout, 2)
+    cut = cut_of(model, 2048, layout, 2)
     kernels = Kernels(attention=attention, masks="byte")  # type: ignore[arg-type]
     small = ("mean", "scale", "log-sum-exp")
     return float(sum(k.bytes for k in operations.layer(model, cut, kernels).kept if not k.name.endswith(small)))
@@ -201,7 +202,7 @@ def test_activation_bytes_of_the_recomputation_paper(
 def test_selective_recompute_keeps_34_sbh() -> None:
     """Equation 6 of arXiv 2205.05198: attention scores dropped, 34 sbh / t left."""
     model, layout = gpt(12288, 96, 96), Layout(tensor=8, sequence_parallel=True, recompute="selective")
-    cut = operations.cut(model, 2048, layout, 2)
+    cut = cut_of(model, 2048, layout, 2)
     layer = operations.layer(model, cut, Kernels(attention="math", masks="byte"))
     left, _ = memory.kept_bytes(layer, cut, of([layout]).recompute)
     statistics = sum(k.bytes for k in layer.kept if k.name.endswith(("mean", "scale")))
@@ -211,7 +212,7 @@ def test_selective_recompute_keeps_34_sbh() -> None:
 def test_full_recompute_keeps_2_sbh() -> None:
     """Table 2 of arXiv 2205.05198: a layer's input."""
     model, layout = gpt(12288, 96, 96), Layout(tensor=8, recompute="full")
-    cut = operations.cut(model, 2048, layout, 2)
+    cut = cut_of(model, 2048, layout, 2)
     left, working = memory.kept_bytes(operations.layer(model, cut, Kernels()), cut, of([layout]).recompute)
     assert float(left[0]) == 2 * 2048 * 12288 and float(working[0]) > float(left[0])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.plan import operations, stages
+from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.shards import rank_buffers
@@ -87,7 +88,7 @@ class TestModel:
         n, rows = 2 if model.norm == "layernorm" else 1, 2 * s // (t if cuts_rows else 1)
         expected = e * (4 * rows * h + 2 * s * (2 * q + 2 * k + (u + 1) * f) / t)
         expected += w * (2 * n * rows + 2 * s * model.num_heads / t)
-        block = operations.layer(model, operations.cut(model, s, layout, e), operations.Kernels())
+        block = operations.layer(model, cut_of(model, s, layout, e), operations.Kernels())
         assert block.kept_bytes == expected
 
 

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.plan import operations
 from phalanx.plan.comm import Group
+from phalanx.plan.cut import Cut, cut_of
 from phalanx.plan.layout import Coord, Layout, Recompute
 from phalanx.plan.legality import problems
-from phalanx.plan.operations import Block, Cut, Operation
+from phalanx.plan.operations import Block, Operation
 from phalanx.plan.shards import stage_buffers
 from phalanx.plan.stages import split
 from phalanx.planner.engine import engine
@@ -124,10 +125,11 @@ class Case:
         self.model, self.layout, self.recompute = model, layout, recompute
         self.dtype = COMPUTE_DTYPES[precision]
         self.kernels = engine().kernels
-        self.cut: Cut = operations.cut(model, seq_len, layout, self.dtype.itemsize, tensor_index=0)
+        self.cut: Cut = cut_of(model, seq_len, layout, self.dtype.itemsize, tensor_index=0)
         (stage,) = split(model, seq_len, 1)
         buffers = stage_buffers(model, layout, Coord(), stage)
-        parallel = TensorParallel(SilentComm(layout.tensor), layout.sequence_parallel)  # type: ignore[arg-type]
+        comm = SilentComm(layout.tensor)
+        parallel = TensorParallel(comm, layout.sequence_parallel, layout.tensor_overlap_chunks)  # type: ignore[arg-type]
         flats = []
         for buffer in buffers:
             flat = FlatBuffer(buffer, self.dtype, CPU)
@@ -207,6 +209,15 @@ def test_layers_do_what_operations_claim(
     model = tiny_model(style, num_heads=8, num_kv_heads=2 if style == "llama" else 8, head_dim=8)
     layout = Layout(tensor=tensor, sequence_parallel=cut, micro_batch=2)
     check(Case(model, layout, precision, "layers.0", recompute=recompute))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize(("tensor", "cut"), [(1, False), (2, False), (2, True), (4, True)])
+def test_chunks_cut_products_as_operations_claim(tensor: int, cut: bool, kv_heads: int, recompute: Recompute) -> None:
+    model = tiny_model(num_heads=8, num_kv_heads=kv_heads, head_dim=8)
+    layout = Layout(tensor=tensor, sequence_parallel=cut, micro_batch=2, tensor_overlap_chunks=4)
+    check(Case(model, layout, "fp32", "layers.0", recompute=recompute))
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
-from phalanx.plan.shards import VOCAB_MULTIPLE
+from phalanx.plan.cut import Cut, Size
 from phalanx.spec.model import ModelSpec
 
-Size: TypeAlias = Any
 Kind = Literal["matmul", "attention", "elementwise"]
 
 
@@ -99,92 +98,6 @@ class Kernels:
     head_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """One rank's share of one micro-batch. `tokens` inside a half-block, `rows` between half-blocks (fewer under
-    sequence parallelism); `kv_copied`: whether other ranks hold the same kv head; `element` bytes of the compute
-    precision, `statistic` of norms and softmax; `eight_bit`: whether linear layers multiply in 8 bits.
-
-    Experts lie spread over the data axis as far as they divide it, in `expert_groups` copies: `experts` on this rank,
-    `expert_tokens` come to each, `routed_tokens` leave this rank (each token once per expert that it has).
-    """
-
-    micro_batch: Size
-    queries: Size
-    keys: Size
-    tokens: Size
-    rows: Size
-    heads: Size
-    kv_heads: Size
-    kv_copied: Any
-    ffn: Size
-    vocab: Size
-    hidden: int
-    head_dim: int
-    element: int
-    statistic: int
-    eight_bit: bool = False
-    experts: Size = 0
-    expert_tokens: Size = 0
-    routed_tokens: Size = 0
-    expert_groups: Size = 1
-
-    @property
-    def q(self) -> Size:
-        """Rows of the query projection on this rank."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv(self) -> Size:
-        """Rows of the key projection, and of the value projection, on this rank."""
-        return self.kv_heads * self.head_dim
-
-
-def cut(
-    model: ModelSpec,
-    seq_len: int,
-    layout: Any,
-    element: int,
-    *,
-    eight_bit: bool = False,
-    tensor_index: int | None = None,
-) -> Cut:
-    """One rank's share under `layout` (a Layout, or anything with arrays for its fields).
-
-    The vocabulary is counted with its padding, or, for the rank at `tensor_index`, without.
-    """
-    tensor, queries = layout.tensor, seq_len // layout.context
-    tokens = layout.micro_batch * queries
-    divisor = np.where(layout.sequence_parallel, tensor, 1)
-    rows = tokens // (divisor if np.ndim(divisor) else int(divisor))
-    kv_heads = model.num_kv_heads // tensor
-    vocab = -(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE
-    spread = np.gcd(max(1, model.num_experts), layout.data)
-    if tensor_index is not None:
-        vocab = max(0, min(vocab, model.vocab - tensor_index * vocab))
-    return Cut(
-        micro_batch=layout.micro_batch,
-        queries=queries,
-        keys=seq_len,
-        tokens=tokens,
-        rows=rows,
-        heads=model.num_heads // tensor,
-        kv_heads=np.maximum(1, kv_heads) if np.ndim(kv_heads) else max(1, kv_heads),
-        kv_copied=tensor > model.num_kv_heads,
-        ffn=model.ffn // tensor,
-        vocab=vocab,
-        hidden=model.hidden,
-        head_dim=model.head_dim,
-        element=element,
-        statistic=max(4, element),
-        eight_bit=eight_bit,
-        experts=model.num_experts // spread,
-        expert_tokens=np.maximum(1, tokens * model.experts_per_token * spread // max(1, model.num_experts)),
-        routed_tokens=tokens * model.experts_per_token,
-        expert_groups=layout.data // spread,
-    )
-
-
 def linear(
     name: str,
     tokens: Size,
@@ -195,13 +108,16 @@ def linear(
     *,
     count: Size = 1,
     batch: Size = 1,
+    pieces: tuple[Size, Size] = (1, 1),
 ) -> Block:
-    """A linear layer's three products: Y = X Wᵀ, dX = dY W, dW += dYᵀ X; all `count` times, for `batch` weights."""
+    """A linear layer's three products: Y = X Wᵀ, dX = dY W, dW += dYᵀ X; all `count` times, for `batch` weights. The
+    first two are cut into `pieces` by tokens."""
     e, weights, into = cut.element, batch * inputs * outputs, max(cut.element, kernels.gradient_bytes)
 
-    def product(suffix: str, m: Size, n: Size, k: Size, result: int) -> Operation:
-        moved = batch * (m * n * result + (n * k + m * k) * e)
-        return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, batch=batch, bytes=moved, count=count)
+    def product(suffix: str, m: Size, n: Size, k: Size, result: int, pieces: Size = 1) -> Operation:
+        m = m // pieces
+        moved, times = batch * (m * n * result + (n * k + m * k) * e), count * pieces
+        return Operation(name=f"{name}{suffix}", kind="matmul", m=m, n=n, k=k, batch=batch, bytes=moved, count=times)
 
     def cast(suffix: str, size: Size) -> Operation:  # written in 8 bits by the pass before, as is and transposed
         moved = 2 * batch * tokens * size
@@ -212,8 +128,8 @@ def linear(
     if not fused:
         moved = weights * (e + 2 * into)
         weight_gradient.append(Operation(name=f"{name} sum", kind="elementwise", bytes=moved, count=count))
-    forward = [product("", tokens, outputs, inputs, e)]
-    input_gradient = [product(" input gradient", tokens, inputs, outputs, e)]
+    forward = [product("", tokens, outputs, inputs, e, pieces[0])]
+    input_gradient = [product(" input gradient", tokens, inputs, outputs, e, pieces[1])]
     if cut.eight_bit:
         forward.insert(0, cast("", inputs))
         input_gradient.insert(0, cast(" gradient", outputs))
@@ -305,18 +221,19 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     linear_input = (cut.rows + (cut.tokens - cut.rows) * kernels.keep_gathered) * cut.hidden * e
     copied = np.where(cut.kv_copied, 1, 0) if np.ndim(cut.kv_copied) else int(cut.kv_copied)
     own_kv = 2 * cut.kv * (1 - copied)
+    opens, closes = (cut.opening, cut.closing), (cut.closing, cut.opening)
     rotary = cut.tokens * (cut.q + cut.kv) * e if model.positions == "rope" else 0 * cut.tokens
     return join(
         (
             norm("norm1", model, cut, again=cheap),
             _keeps("qkv input", linear_input, again=cheap),
-            linear("qkv", cut.tokens, cut.hidden, cut.q + own_kv, cut, kernels),
-            linear("kv", cut.tokens, cut.hidden, 2 * cut.kv, cut, kernels, count=copied),
+            linear("qkv", cut.tokens, cut.hidden, cut.q + own_kv, cut, kernels, pieces=opens),
+            linear("kv", cut.tokens, cut.hidden, 2 * cut.kv, cut, kernels, count=copied, pieces=opens),
             elementwise("rotary", 2 * rotary, 2 * rotary),
             _keeps("q, k, v", cut.tokens * (cut.q + 2 * cut.kv) * e),
             core if cheap else repeated(core),
             _keeps("attention output", cut.tokens * cut.q * e),
-            linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels),
+            linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels, pieces=closes),
             residual("residual1", model, cut, kernels),
             norm("norm2", model, cut, again=cheap),
             feed_forward(model, cut, kernels, linear_input),
@@ -340,9 +257,9 @@ def feed_forward(model: ModelSpec, cut: Cut, kernels: Kernels, linear_input: Siz
         again=cheap,
     )
     products = (
-        linear("up", tokens, cut.hidden, up, cut, kernels, batch=batch),
+        linear("up", tokens, cut.hidden, up, cut, kernels, batch=batch, pieces=(cut.opening, cut.closing)),
         act,
-        linear("down", tokens, cut.ffn, cut.hidden, cut, kernels, batch=batch),
+        linear("down", tokens, cut.ffn, cut.hidden, cut, kernels, batch=batch, pieces=(cut.closing, cut.opening)),
     )
     if not model.num_experts:
         return join((_keeps("up input", linear_input, again=cheap), *products))

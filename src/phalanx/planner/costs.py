@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from phalanx.plan import operations
-from phalanx.plan.operations import Block, Cut
+from phalanx.plan.cut import Cut, cut_of
+from phalanx.plan.operations import Block
 from phalanx.planner import compute, memory, network
 from phalanx.planner.candidates import Array, Candidates, distinct
 from phalanx.planner.engine import Engine
@@ -78,9 +79,7 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
 
 
 def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
-    cut = operations.cut(
-        model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=str(job.precision) == "fp8"
-    )
+    cut = cut_of(model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=str(job.precision) == "fp8")
     layer = operations.layer(model, cut, engine.kernels)
     places = network.placements(cluster, layouts)
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phalanx.plan.operations import Block, Cut
+from phalanx.plan.cut import Cut
+from phalanx.plan.operations import Block
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.shards import ALIGNMENT, VOCAB_MULTIPLE
 from phalanx.planner.candidates import RECOMPUTES, Array, Candidates
@@ -51,7 +52,7 @@ def elements(model: ModelSpec, layout: Any) -> Elements:
     own_kv, copied_kv = np.where(copied, 0, 2 * kv), np.where(copied, 2 * kv, 0)
     norms = model.num_norm_parameters
     up_bias = ups * f if model.bias else 0 * f
-    # Experts lie spread over the data axis as far as they divide (operations.Cut).
+    # Experts lie spread over the data axis as far as they divide (plan.cut).
     spread = np.gcd(max(1, model.num_experts), data)
     local = model.num_experts // spread if model.num_experts else 1
     parts = (

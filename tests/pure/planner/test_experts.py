@@ -10,6 +10,7 @@ from planner_cases import CLUSTER, JOB, LLAMA
 
 from phalanx.errors import LayoutError
 from phalanx.plan import operations
+from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.operations import Kernels
 from phalanx.plan.shards import rank_buffers
@@ -39,14 +40,14 @@ def test_flops_count_the_experts_that_a_token_has() -> None:
 
 @pytest.mark.parametrize(("data", "local", "copies"), [(1, 8, 1), (4, 2, 1), (8, 1, 1), (16, 1, 2), (6, 4, 3)])
 def test_experts_spread_over_the_data_axis(data: int, local: int, copies: int) -> None:
-    cut = operations.cut(EXPERTS, 96, Layout(data=data), 2)
+    cut = cut_of(EXPERTS, 96, Layout(data=data), 2)
     assert (cut.experts, cut.expert_groups) == (local, copies)
     # Balanced routing: what comes to all experts here is what this rank sends out.
     assert cut.experts * cut.expert_tokens == cut.routed_tokens == 192
 
 
 def test_products_of_experts_are_batched() -> None:
-    cut = operations.cut(EXPERTS, 96, Layout(data=4), 2)
+    cut = cut_of(EXPERTS, 96, Layout(data=4), 2)
     (up,) = [op for op in operations.layer(EXPERTS, cut, Kernels()).forward if op.name == "up"]
     assert (up.batch, up.m, up.n, up.k) == (2, 96, 480, 96)
 
