@@ -13,6 +13,7 @@ from phalanx.plan.groups import data_groups
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
+from phalanx.plan.states import state_bytes
 from phalanx.plan.traffic import traffic
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
@@ -32,6 +33,17 @@ def layouts(model: ModelSpec) -> list[Layout]:
         )
     ]
     return [x for x in made if not problems(model, SMALL, CLUSTER, x) and not engine_problems(x)]
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_bytes_of_model_states_are_those_of_shards(model: ModelSpec) -> None:
+    for layout in layouts(model)[::3]:
+        plan = Plan(model=model, cluster=CLUSTER, job=SMALL, layout=layout)
+        (group,) = estimate(model, SMALL, CLUSTER, engine(), of([layout]))
+        for pipeline in range(layout.pipeline):
+            held = state_bytes(plan, Coord(pipeline=pipeline))
+            for kind in ("parameters", "gradients", "optimizer"):
+                assert group.footprint.memory[kind][0, pipeline] == getattr(held, kind), f"{kind} of {layout}"
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
