@@ -9,6 +9,7 @@ from phalanx.checkpoint.manifest import Manifest, Stored
 from phalanx.checkpoint.tensor_file import DTYPE_NAMES, Piece
 from phalanx.errors import CheckpointError, Problem
 from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.module import ModulePlan
 from phalanx.plan.plan import Plan
 from phalanx.plan.shards import Parameter, rank_buffers
 from phalanx.spec.model import ModelSpec
@@ -23,6 +24,21 @@ def parameters(model: ModelSpec) -> Mapping[str, Parameter]:
     return {piece.parameter.name: piece.parameter for buffer in buffers for piece in buffer.pieces}
 
 
+def expected_tensors(plan: Plan | ModulePlan, known: Iterable[str]) -> Mapping[str, Mapping[str, Parameter]]:
+    """All global tensors of each kind of state, by name; a transformer has each of the `known` kinds of all its
+    parameters."""
+    return plan.kinds() if isinstance(plan, ModulePlan) else dict.fromkeys(known, parameters(plan.model))
+
+
+def check_plan(there: Plan | ModulePlan, here: Plan | ModulePlan, where: str) -> None:
+    """Raises CheckpointError if the checkpoint's model is another one, as far as the plans tell."""
+    if isinstance(there, ModulePlan) != isinstance(here, ModulePlan):
+        what = "is of another kind of model: one of a run file, the other a module of Python"
+        raise CheckpointError(what, where=where, instead="use another run folder")
+    if isinstance(there, Plan) and isinstance(here, Plan):
+        check_model(there.model, here.model, where)
+
+
 def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
     """Raises CheckpointError, with the first difference, if the checkpoint's model is another one."""
     for field in fields(ModelSpec):
@@ -32,10 +48,10 @@ def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
             raise CheckpointError(what, where=where, instead="set the model as it was, or use another run folder")
 
 
-def check_tensors(manifest: Manifest, plan: Plan, pieces: Iterable[Piece], where: str) -> None:
+def check_tensors(manifest: Manifest, plan: Plan | ModulePlan, pieces: Iterable[Piece], where: str) -> None:
     """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
     dtypes = {piece.kind: DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
-    expected = parameters(plan.model)
+    expected = expected_tensors(plan, dtypes)
     stored: dict[tuple[str, str], Stored] = {(entry.kind, entry.name): entry for entry in manifest.tensors}
     kinds = {kind for kind, _ in stored}
     if kinds == {"weight"} != set(dtypes):
@@ -44,12 +60,12 @@ def check_tensors(manifest: Manifest, plan: Plan, pieces: Iterable[Piece], where
     problems = []
     for kind, dtype in dtypes.items():
         if kind not in kinds:
-            problems.append(f"missing: {kind} of all {len(expected)} tensors")
+            problems.append(f"missing: {kind} of all {len(expected[kind])} tensors")
             continue
-        for name, parameter in expected.items():
+        for name, parameter in expected[kind].items():
             problems += _differences(kind, parameter, dtype, stored.get((kind, name)))
     for kind, name in stored:
-        if kind not in dtypes or name not in expected:
+        if name not in expected.get(kind, ()):
             problems.append(f"unexpected: {kind} of {name}, which this run does not have")
     if problems:
         raise CheckpointError([Problem(what=problem, where=where) for problem in problems])

@@ -12,8 +12,9 @@ from typing import Any
 
 from phalanx.checkpoint.disk import sync_folder
 from phalanx.checkpoint.manifest import MANIFEST, PLAN, Manifest, Stored, StoredFile
-from phalanx.checkpoint.match import parameters
+from phalanx.checkpoint.match import expected_tensors
 from phalanx.checkpoint.tensor_file import NUM_THREADS, Piece, write_tensors
+from phalanx.plan.module import ModulePlan
 from phalanx.plan.plan import Plan
 
 
@@ -31,7 +32,9 @@ def write_part(aside: Path, rank: int, step: int, pieces: Iterable[Piece]) -> No
     _manifest(step, {}, files, [entry for _, stored in written for entry in stored]).write(aside / _part(rank))
 
 
-def publish(aside: Path, target: Path, plan: Plan, step: int, extra: Mapping[str, Any], num_ranks: int) -> Manifest:
+def publish(
+    aside: Path, target: Path, plan: Plan | ModulePlan, step: int, extra: Mapping[str, Any], num_ranks: int
+) -> Manifest:
     """Make a checkpoint of the parts that all ranks have written: join their manifests, then rename `aside` to
     `target`, which must not exist. Raises OSError or CheckpointError, and then nothing is called a checkpoint."""
     parts = [Manifest.read(aside / _part(rank)) for rank in range(num_ranks)]
@@ -51,13 +54,13 @@ def publish(aside: Path, target: Path, plan: Plan, step: int, extra: Mapping[str
     return manifest
 
 
-def _assert_complete(tensors: Sequence[Stored], plan: Plan) -> None:
+def _assert_complete(tensors: Sequence[Stored], plan: Plan | ModulePlan) -> None:
     """Each element of each tensor has one owner: anything else is our mistake, and must not become a checkpoint."""
     counts: dict[tuple[str, str], int] = {}
     for entry in tensors:
         counts[entry.kind, entry.name] = counts.get((entry.kind, entry.name), 0) + entry.rectangle.num_elements
-    for kind in dict.fromkeys(entry.kind for entry in tensors):
-        for name, parameter in parameters(plan.model).items():
+    for kind, expected in expected_tensors(plan, dict.fromkeys(entry.kind for entry in tensors)).items():
+        for name, parameter in expected.items():
             have, need = counts.get((kind, name), 0), math.prod(parameter.shape)
             assert have == need, f"{have} of {need} elements of {kind} of {name} have an owner"
 

@@ -32,6 +32,7 @@ from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensor_file import Piece
 from phalanx.errors import CheckpointError
 from phalanx.plan.comm import Comm
+from phalanx.plan.module import ModulePlan
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.units import format_bytes
@@ -63,7 +64,7 @@ class Saver:
     def __init__(
         self,
         run_dir: RunDir,
-        plan: Plan,
+        plan: Plan | ModulePlan,
         pieces: Iterable[Piece],
         comm: Comm,
         *,

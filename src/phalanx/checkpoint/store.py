@@ -13,11 +13,12 @@ import torch
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import PURPOSE, agree, highest
 from phalanx.checkpoint.manifest import MISMATCH, PLAN, Manifest
-from phalanx.checkpoint.match import check_model, check_tensors
+from phalanx.checkpoint.match import check_plan, check_tensors
 from phalanx.checkpoint.reshard import read_pieces
 from phalanx.checkpoint.tensor_file import Piece
 from phalanx.errors import CheckpointError, DamagedCheckpointError, InputError
 from phalanx.plan.comm import Comm
+from phalanx.plan.module import ModulePlan, read_plan
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 
@@ -40,7 +41,7 @@ class Loaded:
 
 def resume(
     run_dir: RunDir,
-    plan: Plan,
+    plan: Plan | ModulePlan,
     pieces: Iterable[Piece],
     comm: Comm,
     *,
@@ -79,7 +80,9 @@ def resume(
     return loaded
 
 
-def load(path: Path, plan: Plan, pieces: Iterable[Piece], comm: Comm, *, device: torch.device | None = None) -> Loaded:
+def load(
+    path: Path, plan: Plan | ModulePlan, pieces: Iterable[Piece], comm: Comm, *, device: torch.device | None = None
+) -> Loaded:
     """Fill the live `pieces` of this rank from the checkpoint at `path`; all ranks of `comm` call it.
 
     Checksums of tensors are compared unless `job.checkpoint.verify` is off. Raises, on all ranks alike,
@@ -97,7 +100,7 @@ def load(path: Path, plan: Plan, pieces: Iterable[Piece], comm: Comm, *, device:
 def _newest(
     run_dir: RunDir,
     steps: Sequence[int],
-    plan: Plan,
+    plan: Plan | ModulePlan,
     pieces: Sequence[Piece],
     comm: Comm,
     tell: Callable[[str], None],
@@ -136,7 +139,7 @@ def _steps(run_dir: RunDir, comm: Comm, device: torch.device) -> list[int]:
     return [int(step) for step in steps.tolist()]
 
 
-def opened(path: Path) -> tuple[Manifest, Plan]:
+def opened(path: Path) -> tuple[Manifest, Plan | ModulePlan]:
     """The manifest of the checkpoint at `path` and the plan that wrote it; contents of tensors are not read.
 
     Raises DamagedCheckpointError.
@@ -145,11 +148,13 @@ def opened(path: Path) -> tuple[Manifest, Plan]:
     known = manifest.files[PLAN]
     if zlib.crc32((path / PLAN).read_bytes()) != known.head_crc32:
         raise DamagedCheckpointError(MISMATCH, where=str(path / PLAN))
-    return manifest, Plan.read(path / PLAN)
+    return manifest, read_plan(path / PLAN)
 
 
-def _check_fit(path: Path, manifest: Manifest, there: Plan, plan: Plan, pieces: Sequence[Piece]) -> None:
-    check_model(there.model, plan.model, str(path))
+def _check_fit(
+    path: Path, manifest: Manifest, there: Plan | ModulePlan, plan: Plan | ModulePlan, pieces: Sequence[Piece]
+) -> None:
+    check_plan(there, plan, str(path))
     check_tensors(manifest, plan, pieces, str(path))
 
 

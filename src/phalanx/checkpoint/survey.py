@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.manifest import PLAN, check_contents
 from phalanx.errors import InputError
-from phalanx.plan.plan import Plan
+from phalanx.plan.module import read_plan
 from phalanx.rundir import RunDir
 
 
@@ -44,7 +44,7 @@ def survey(step: int, path: Path, *, contents: bool = False, on_bytes: Callable[
     try:
         manifest = folders.whole(path)
         wrong = check_contents(path, manifest, on_bytes) if contents else []
-        layout = "" if wrong else str(Plan.read(path / PLAN).layout)
+        layout = "" if wrong else str(read_plan(path / PLAN).layout)
     except InputError as error:
         return Seen(step=step, path=str(path), problems=tuple(str(problem) for problem in error.problems))
     return Seen(

@@ -18,6 +18,7 @@ from phalanx.checkpoint.store import opened, together
 from phalanx.checkpoint.tensor_file import Piece
 from phalanx.errors import CheckpointError
 from phalanx.plan.comm import Comm
+from phalanx.plan.module import ModulePlan
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.spec.model import ModelSpec
@@ -88,6 +89,9 @@ def _of_folder(path: Path, like: ModelSpec | None) -> Weights:
 
 def _of_checkpoint(path: Path, like: ModelSpec | None) -> Weights:
     manifest, plan = opened(path)
+    if isinstance(plan, ModulePlan):
+        instead = "phalanx.module_weights(folder) reads them by the module's own names"
+        raise CheckpointError("holds the weights of a module of Python", where=str(path), instead=instead)
     _check_like(plan.model, like, path)
     by_name: dict[str, list[Stored]] = {}
     for entry in manifest.tensors:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.plan.comm import Group
 from phalanx.plan.layout import Layout, lines
 from phalanx.plan.schedule import placement
@@ -45,22 +47,35 @@ def data_groups(layout: Layout) -> tuple[str, str]:
 def groups(model: ModelSpec, layout: Layout) -> tuple[Group, ...]:
     """Every group of more than one rank, each rank at most once per name.
 
-    "world": control messages (loss, norm, votes). "tensor", "data", "pipeline": the axes. "kv": ranks that hold copies
-    of one kv head. "tied": the two ranks that hold the copies of a tied embedding. "shards": neighbours on the data
-    axis among whom ZeRO cuts, where that is not all of it. "replicas": the ranks that hold the same shard then.
+    Those of `axis_groups`, and "kv": ranks that hold copies of one kv head; "tied": the two ranks that hold the copies
+    of a tied embedding.
     """
-    named: list[tuple[str, list[tuple[int, ...]]]] = [("world", [tuple(range(layout.num_ranks))])]
-    named += [(axis, lines(layout, axis)) for axis in ("tensor", "data", "pipeline")]
+    named: list[tuple[str, list[tuple[int, ...]]]] = []
     copies = kv_copies(model, layout.tensor)
     if copies > 1:
         named.append(
             ("kv", [line[i : i + copies] for line in lines(layout, "tensor") for i in range(0, layout.tensor, copies)])
         )
+    if head_copies_embedding(model, layout):
+        first, last = embedding_holders(layout)
+        named.append(("tied", [(line[first], line[last]) for line in lines(layout, "pipeline")]))
+    return axis_groups(layout) + _listed(named)
+
+
+def axis_groups(layout: Layout) -> tuple[Group, ...]:
+    """The groups that there are whatever the model.
+
+    "world": control messages (loss, norm, votes). "tensor", "data", "pipeline": the axes. "shards": neighbours on the
+    data axis among whom ZeRO cuts, where that is not all of it. "replicas": the ranks that hold the same shard then.
+    """
+    named: list[tuple[str, list[tuple[int, ...]]]] = [("world", [tuple(range(layout.num_ranks))])]
+    named += [(axis, lines(layout, axis)) for axis in ("tensor", "data", "pipeline")]
     if data_groups(layout) == ("shards", "replicas"):
         size, axis = layout.num_shards, lines(layout, "data")
         named.append(("shards", [line[i : i + size] for line in axis for i in range(0, layout.data, size)]))
         named.append(("replicas", [line[i::size] for line in axis for i in range(size)]))
-    if head_copies_embedding(model, layout):
-        first, last = embedding_holders(layout)
-        named.append(("tied", [(line[first], line[last]) for line in lines(layout, "pipeline")]))
+    return _listed(named)
+
+
+def _listed(named: Sequence[tuple[str, Sequence[tuple[int, ...]]]]) -> tuple[Group, ...]:
     return tuple(Group(name=name, ranks=ranks) for name, lists in named for ranks in lists if len(ranks) > 1)

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from phalanx.errors import SpecError
+from phalanx.plan.comm import Group
+from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.document import Document, Place, read_text
@@ -21,6 +23,13 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.schema import Checker, shown
 
 FORMAT_VERSION = 1
+
+
+class Agreeing(Protocol):
+    """A plan of either kind, as far as ranks must agree on it."""
+
+    def agreed(self) -> dict[str, Any]:
+        """What ranks must agree on, as JSON has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,49 +60,29 @@ class Plan:
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all: into a file beside `path`, which then takes its place."""
-        text = json.dumps({"format_version": FORMAT_VERSION, **_plain(self)}, indent=2, allow_nan=False)
-        aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            with aside.open("w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write(self, path)
 
     @classmethod
     def read(cls, path: Path) -> Plan:
         """Read what `write` wrote. Raises SpecError for a file that is missing, not a plan, or of another version, and
         for keys that are missing, unknown or wrong; all of them are named."""
-        try:
-            table = json.loads(read_text(path))
-        except RecursionError:
-            raise SpecError("is not a plan: it is nested too deeply", where=str(path), instead=_REMEDY) from None
-        except json.JSONDecodeError as error:
-            raise SpecError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}", instead=_REMEDY) from None
-        if not isinstance(table, dict) or "format_version" not in table:
-            raise SpecError("is not a plan: it has no format_version", where=str(path), instead=_REMEDY)
-        version = table.pop("format_version")
-        if version != FORMAT_VERSION:
-            what = f"is a plan of format version {shown(version)}; this is version {FORMAT_VERSION}"
-            raise SpecError(what, where=str(path), instead=_REMEDY)
-        check = Checker(Document(table=table, places={(): Place(text=str(path), folder=path.parent)}))
-        plan = check.build(cls, table, ())
-        check.finish()
-        assert plan is not None
-        return plan
+        return built(cls, read_table(path), path)
+
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of more than one rank."""
+        return groups(self.model, self.layout)
 
     def digest(self) -> str:
         """A hash of all that ranks must agree on: model, job and layout. Equal wherever and whenever it is taken."""
-        agreed = {name: _plain(getattr(self, name)) for name in AGREED}
-        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(self.agreed())
 
-    def differences(self, other: Plan) -> list[str]:
+    def differences(self, other: Agreeing) -> list[str]:
         """The keys of model, job and layout that differ, as "job.seq_len: 64 here, 128 there"."""
-        here, there = _leaves(self), _leaves(other)
-        keys = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
-        return [f"{key}: {shown(here.get(key))} here, {shown(there.get(key))} there" for key in keys]
+        return differences(self.agreed(), other.agreed())
+
+    def agreed(self) -> dict[str, Any]:
+        """What ranks must agree on, as JSON has it."""
+        return {name: plain(getattr(self, name)) for name in AGREED}
 
 
 AGREED = ("model", "job", "layout")
@@ -101,23 +90,77 @@ AGREED = ("model", "job", "layout")
 
 _REMEDY = "write it again with `phalanx plan RUN -o plan.json`"
 
+_Plan = TypeVar("_Plan")
 
-def _plain(value: Any) -> Any:
+
+def write(plan: Any, path: Path) -> None:
+    """Write a plan of either kind; see `Plan.write`."""
+    text = json.dumps({"format_version": FORMAT_VERSION, **plain(plan)}, indent=2, allow_nan=False)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """What stands in the plan at `path`, but for its version. Raises SpecError as `Plan.read` does."""
+    try:
+        table = json.loads(read_text(path))
+    except RecursionError:
+        raise SpecError("is not a plan: it is nested too deeply", where=str(path), instead=_REMEDY) from None
+    except json.JSONDecodeError as error:
+        raise SpecError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}", instead=_REMEDY) from None
+    if not isinstance(table, dict) or "format_version" not in table:
+        raise SpecError("is not a plan: it has no format_version", where=str(path), instead=_REMEDY)
+    version = table.pop("format_version")
+    if version != FORMAT_VERSION:
+        what = f"is a plan of format version {shown(version)}; this is version {FORMAT_VERSION}"
+        raise SpecError(what, where=str(path), instead=_REMEDY)
+    return table
+
+
+def built(kind: type[_Plan], table: dict[str, Any], path: Path) -> _Plan:
+    """A plan of this kind from what `read_table` read. Raises SpecError for keys that are missing, unknown or wrong."""
+    check = Checker(Document(table=table, places={(): Place(text=str(path), folder=path.parent)}))
+    plan = check.build(kind, table, ())
+    check.finish()
+    assert plan is not None
+    return plan
+
+
+def digest(agreed: Mapping[str, Any]) -> str:
+    """A hash of what ranks must agree on."""
+    return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(agreed: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The dotted keys that differ, each with both values."""
+    here, there = _leaves(agreed), _leaves(other)
+    keys = sorted(key for key in {*here, *there} if here.get(key) != there.get(key))
+    return [f"{key}: {shown(here.get(key))} here, {shown(there.get(key))} there" for key in keys]
+
+
+def plain(value: Any) -> Any:
     """`value` as JSON has it: dataclasses and mappings as tables, tuples as lists.
 
     A whole float becomes an int, since 1 and 1.0 are equal and must have one digest; reading makes it a float again.
     """
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _leaves(plan: Plan) -> dict[str, Any]:
-    """Every value of model, job and layout by its dotted key."""
+def _leaves(agreed: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value by its dotted key."""
     leaves: dict[str, Any] = {}
 
     def visit(key: str, value: Any) -> None:
@@ -127,6 +170,6 @@ def _leaves(plan: Plan) -> dict[str, Any]:
         else:
             leaves[key] = value
 
-    for name in AGREED:
-        visit(name, _plain(getattr(plan, name)))
+    for name, value in agreed.items():
+        visit(name, value)
     return leaves

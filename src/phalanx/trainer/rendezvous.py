@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.errors import CommError, InputError, RunError
+from phalanx.plan.module import ModulePlan, read_plan
 from phalanx.plan.plan import Plan
 
 NOTICE_S = 10.0
@@ -85,7 +86,13 @@ def exchange(store: dist.Store, rank: int, num_ranks: int, name: str, value: Any
 
 
 def check_equal(
-    store: dist.Store, rank: int, num_ranks: int, plan: Plan, facts: Sequence[Mapping[str, str]], *, timeout_s: float
+    store: dist.Store,
+    rank: int,
+    num_ranks: int,
+    plan: Plan | ModulePlan,
+    facts: Sequence[Mapping[str, str]],
+    *,
+    timeout_s: float,
 ) -> None:
     """Raise RunError, the same on all ranks, if they were started with different plans or software: it names the ranks
     and what differs. `facts` holds each rank's, "plan" among them."""
@@ -123,12 +130,12 @@ def _await_listener(address: str, port: int, timeout_s: float) -> None:
         time.sleep(_RETRY_S)
 
 
-def _text(plan: Plan) -> str:
+def _text(plan: Plan | ModulePlan) -> str:
     return _through_file(lambda path: (plan.write(path), path.read_text())[1])
 
 
-def _plan(text: str) -> Plan:
-    return _through_file(lambda path: (path.write_text(text), Plan.read(path))[1])
+def _plan(text: str) -> Plan | ModulePlan:
+    return _through_file(lambda path: (path.write_text(text), read_plan(path))[1])
 
 
 def _through_file(use: Callable[[Path], Any]) -> Any:

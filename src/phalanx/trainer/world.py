@@ -24,8 +24,8 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import InputError, LayoutError, RunError
 from phalanx.plan.comm import Comm, Group
-from phalanx.plan.groups import groups
 from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.module import ModulePlan
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.trainer.comm import GroupComm, SoloComm, Transport
@@ -119,7 +119,7 @@ class Process:
         )
 
 
-def join(plan: Plan, run_dir: RunDir) -> World:
+def join(plan: Plan | ModulePlan, run_dir: RunDir) -> World:
     """Become one rank of the run. Returns when all ranks have come.
 
     Raises LayoutError if there are more or fewer processes than the layout has ranks, RunError if ranks were started
@@ -147,7 +147,7 @@ def join(plan: Plan, run_dir: RunDir) -> World:
     everyone = exchange(ours, rank, layout.num_ranks, "facts", facts, timeout_s=job.comm_timeout_s)
     check_equal(ours, rank, layout.num_ranks, plan, everyone, timeout_s=job.comm_timeout_s)
     comms, neighbours = connect(
-        groups(plan.model, layout),
+        plan.groups(),
         rank=rank,
         num_ranks=layout.num_ranks,
         store=ours,
