@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from phalanx.checkpoint.checksum import checksum
 from phalanx.checkpoint.disk import write_synced
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.plan.shards import Rectangle
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 
@@ -42,14 +43,14 @@ class Block:
     rectangle: Rectangle
     offset: int
     num_bytes: int
-    crc32: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """One rectangle of one global tensor of `shape`, as it lies in `file`: row-major from byte `offset` on.
 
-    `crc32` has the checksum of each block, in order.
+    `checksums` has one for each block, in order.
     """
 
     kind: str
@@ -59,7 +60,7 @@ class Stored:
     rectangle: Rectangle
     file: str
     offset: int
-    crc32: tuple[int, ...]
+    checksums: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +77,7 @@ class Stored:
             top = start[0] + first
             box = Rectangle(start=(top, *start[1:]), stop=(top + count, *stop[1:]))
             offset = self.offset + first * row_bytes
-            yield Block(rectangle=box, offset=offset, num_bytes=count * row_bytes, crc32=self.crc32[index])
+            yield Block(rectangle=box, offset=offset, num_bytes=count * row_bytes, checksum=self.checksums[index])
 
 
 def block_rows(row_bytes: int) -> int:
@@ -111,18 +112,16 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Write as JSON under a checksum of its own, and force it to the disk. Raises OSError."""
-        content = json.dumps(self._plain(), sort_keys=True, allow_nan=False)
-        text = f'{{"crc32": {zlib.crc32(content.encode())}, "manifest": {content}}}\n'
-        write_synced(path, text.encode())
+        write_synced(path, _sealed(self._plain()))
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Read what `write` wrote. Raises DamagedCheckpointError for a file that is missing or damaged,
         CheckpointError for one of another version."""
         try:
-            outer = json.loads(path.read_bytes())
-            content = outer["manifest"]
-            whole = zlib.crc32(json.dumps(content, sort_keys=True).encode()) == outer["crc32"]
+            data = path.read_bytes()
+            content = json.loads(data)["manifest"]
+            whole = data == _sealed(content)
         except FileNotFoundError:
             raise DamagedCheckpointError("has no manifest: it was never finished", where=str(path.parent)) from None
         except OSError as error:
@@ -145,7 +144,7 @@ class Manifest:
             )
             box = entry.rectangle
             place = {"start": box.start, "stop": box.stop, "file": entry.file, "offset": entry.offset}
-            tensor["rectangles"].append({**place, "crc32": entry.crc32})
+            tensor["rectangles"].append({**place, "checksums": entry.checksums})
         return {
             "format_version": FORMAT_VERSION,
             "step": self.step,
@@ -166,7 +165,7 @@ class Manifest:
                 rectangle=Rectangle(start=tuple(place["start"]), stop=tuple(place["stop"])),
                 file=place["file"],
                 offset=place["offset"],
-                crc32=tuple(place["crc32"]),
+                checksums=tuple(place["checksums"]),
             )
             for kind, by_name in content["tensors"].items()
             for name, tensor in by_name.items()
@@ -179,6 +178,12 @@ class Manifest:
             files={name: StoredFile(**file) for name, file in content["files"].items()},
             tensors=tensors,
         )
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
+    """The manifest's file: its content, under a checksum."""
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return f'{{"crc32": {zlib.crc32(text.encode())}, "manifest": {text}}}\n'.encode()
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -216,7 +221,7 @@ def check_contents(folder: Path, manifest: Manifest, on_bytes: Callable[[int], N
 def _check_file(file: BinaryIO, known: StoredFile, entries: Iterable[Stored]) -> Iterator[tuple[int, str]]:
     """Bytes read and what is wrong with them ("" if nothing), part after part."""
     head = file.read(known.head_bytes)
-    yield len(head), "" if zlib.crc32(head) == known.head_crc32 else f"bytes 0 to {known.head_bytes:,}: {MISMATCH}"
+    yield len(head), head_mismatch(known, head)
     for entry in sorted(entries, key=lambda entry: entry.offset):
         for block in entry.blocks():
             file.seek(block.offset)
@@ -226,9 +231,14 @@ def _check_file(file: BinaryIO, known: StoredFile, entries: Iterable[Stored]) ->
 MISMATCH = "the checksum does not match: the file was changed or the disk is damaged"
 
 
+def head_mismatch(known: StoredFile, head: bytes) -> str:
+    """What is wrong with the first bytes of a file, "" if nothing."""
+    return "" if zlib.crc32(head) == known.head_crc32 else f"bytes 0 to {known.head_bytes:,} (header): {MISMATCH}"
+
+
 def mismatch(entry: Stored, block: Block, data: bytes | memoryview) -> str:
     """What is wrong with the bytes read of a block, "" if nothing."""
-    if len(data) == block.num_bytes and zlib.crc32(data) == block.crc32:
+    if len(data) == block.num_bytes and checksum(data) == block.checksum:
         return ""
     span = f"bytes {block.offset:,} to {block.offset + block.num_bytes:,} ({entry.kind} of {entry.name})"
     if len(data) < block.num_bytes:

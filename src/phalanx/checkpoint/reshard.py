@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.manifest import Block, Manifest, Stored, mismatch
+from phalanx.checkpoint.manifest import Block, Manifest, Stored, StoredFile, head_mismatch, mismatch
 from phalanx.checkpoint.tensor_file import DTYPES, NUM_THREADS, Piece
 from phalanx.errors import DamagedCheckpointError
 from phalanx.plan.shards import Rectangle
@@ -43,18 +43,23 @@ def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[Piece], *, ch
             raise DamagedCheckpointError(what, where=str(folder))
     # Reading and comparing let go of the interpreter: files overlap.
     with ThreadPoolExecutor(max_workers=NUM_THREADS) as pool:
-        list(pool.map(lambda item: _read_file(folder / item[0], item[1], check), files.items()))
+        list(
+            pool.map(lambda item: _read_file(folder / item[0], manifest.files[item[0]], item[1], check), files.items())
+        )
 
 
 def _overlaps(pieces: Iterable[Piece], rectangle: Rectangle) -> Wanted:
     return [(piece, box) for piece in pieces if (box := piece.rectangle.intersect(rectangle))]
 
 
-def _read_file(path: Path, entries: Iterable[tuple[Stored, Wanted]], check: bool) -> None:
+def _read_file(path: Path, known: StoredFile, entries: Iterable[tuple[Stored, Wanted]], check: bool) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            problem = head_mismatch(known, os.pread(descriptor, known.head_bytes, 0)) if check else ""
+            if problem:
+                raise DamagedCheckpointError(problem, where=str(path))
             scratch = torch.empty(0, dtype=torch.uint8)
             for entry, parts in sorted(entries, key=lambda item: item[0].offset):
                 for block in entry.blocks():

@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.checksum import checksum
+from phalanx.checkpoint.disk import start_writing
 from phalanx.checkpoint.manifest import ITEM_BYTES, Stored, StoredFile, block_rows
 from phalanx.plan.shards import Parameter, Rectangle
 
@@ -26,6 +28,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _HEADER_ALIGNMENT = 64
 _WRITE_BUFFER_BYTES = 2**16
+
+_START_BYTES = 2**23
+"""After so many bytes the disk begins its work, while the next ones are still being copied."""
 
 NUM_THREADS = 4
 """Files that one rank writes or reads at once: checksums of one overlap with the disk's work on another."""
@@ -64,15 +69,17 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> tuple[StoredFile, list
     offset = len(head)
     stored = []
     with path.open("xb", buffering=_WRITE_BUFFER_BYTES) as file:
-        file.write(head)
+        started = file.write(head)
         for piece in pieces:
             data = bytes_of(piece.tensor)
             size = block_rows(len(data) // piece.rectangle.shape[0]) * (len(data) // piece.rectangle.shape[0])
             checksums = []
             for first in range(0, len(data), size):
                 block = data[first : first + size]
-                checksums.append(zlib.crc32(block))
+                checksums.append(checksum(block))
                 file.write(block)
+                if file.tell() - started >= _START_BYTES:
+                    started = start_writing(file, started)
             stored.append(_entry(piece, path.name, offset, checksums))
             offset += len(data)
         file.flush()
@@ -115,7 +122,7 @@ def _entry(piece: Piece, file: str, offset: int, checksums: list[int]) -> Stored
         rectangle=piece.rectangle,
         file=file,
         offset=offset,
-        crc32=tuple(checksums),
+        checksums=tuple(checksums),
     )
 
 
