@@ -117,11 +117,11 @@ def one_micro_batch_dropped(patch: Patch) -> None:
     """The second micro-batch has a forward and no backward."""
     backward = Pipeline._backward
 
-    def all_but_one(self: Pipeline, step: Any, action: Any, need: Any) -> None:
+    def all_but_one(self: Pipeline, step: Any, action: Any, arrived: Any) -> None:
         if action.micro_batch == 1:
             step.kept.pop((action.chunk, action.micro_batch))
         else:
-            backward(self, step, action, need)
+            backward(self, step, action, arrived)
 
     patch(Pipeline, "_backward", all_but_one)
 

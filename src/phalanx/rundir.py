@@ -6,6 +6,7 @@ metrics.jsonl                one line per step
 logs/rank-00003.log          what rank 3 wrote to its standard output and error
 logs/rank-00003.stack        its Python stack, if it was asked for one (SIGQUIT)
 rings/rank-00003.ring        its last communication records (see watch.events)
+actions/rank-00003.json      when its pipeline actions ran (see watch.actions)
 outcomes/rank-00003.json     what it says itself about its end (see watch.outcomes)
 endings.json                 how the node's agent saw each rank end
 checkpoints/step-000100/     see checkpoint.store
@@ -57,7 +58,7 @@ class RunDir:
     def create(self) -> None:
         """Make the folder and its sub-folders. Raises InputError if that is not possible."""
         try:
-            for folder in (self.logs, self.rings, self.outcomes, self.checkpoints):
+            for folder in (self.logs, self.rings, self.actions_folder, self.outcomes, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _not_writable(self.path, error) from error
@@ -130,6 +131,15 @@ class RunDir:
     def ring(self, rank: int) -> Path:
         """Copy of one rank's ring file."""
         return self.rings / f"{_name(rank)}.ring"
+
+    @property
+    def actions_folder(self) -> Path:
+        """Folder of the times of pipeline actions."""
+        return self.path / "actions"
+
+    def actions(self, rank: int) -> Path:
+        """When one rank ran its pipeline actions, in the latest step that was kept."""
+        return self.actions_folder / f"{_name(rank)}.json"
 
     @property
     def outcomes(self) -> Path:

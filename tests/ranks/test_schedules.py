@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from phalanx.plan.actions import Action
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import SCHEDULES, Schedule, schedule
+from phalanx.rundir import RunDir
 from phalanx.trainer import engine as engines
 from phalanx.trainer import pipeline_parallel
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.world import World
+from phalanx.watch.actions import ActionsWriter, measured
 
 
 def shuffled(made: Schedule, seed: int, *, split: bool) -> Schedule:
@@ -112,3 +115,31 @@ def held(world: World, plan: Plan) -> list[int]:
     )
     loss_and_norm(engine)
     return live[1:]
+
+
+def timed(world: World, plan: Plan, run_dir: RunDir) -> None:
+    engine = Engine(plan, world.coord, world.comm, world.device)
+    loss_and_norm(engine)
+    ActionsWriter(run_dir.actions(world.rank), 1, pytest.fail).after(1, engine.pipeline.times_s)
+
+
+def test_measured_actions_begin_when_what_they_need_is_there(tmp_path: Path) -> None:
+    """Waiting is no part of an action: it begins after the one that it waits for has begun on the other rank."""
+    layout = Layout(pipeline=2, schedule="zb-v", virtual_stages=2)
+    run_dir, plan = RunDir(tmp_path), tiny_plan(layout)
+    run_dir.create()
+    run_worlds(layout, timed, plan, run_dir, model=plan.model)
+    made = schedule(layout.schedule, 2, 2, 8)
+    step, walk = measured(run_dir, layout, made)
+    assert step == 1
+    began = {}
+    for place, actions in enumerate(made.actions):
+        times = list(zip(walk.starts_s[place], walk.ends_s[place], strict=True))
+        assert times == sorted(times)
+        assert all(start < end for start, end in times)
+        for action, (start, _) in zip(actions, times, strict=True):
+            began[action.kind, made.stages[place][action.chunk], action.micro_batch] = start
+    for (kind, stage, micro_batch), start in began.items():
+        before = stage - 1 if kind == "forward" else stage + 1
+        if kind != "weight_gradient" and (kind, before, micro_batch) in began:
+            assert start > began[kind, before, micro_batch]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.plan.plan import Plan
 from phalanx.plan.stages import split
+from phalanx.plan.walk import Walk
 from phalanx.planner import data_axis, memory, network, timeline
-from phalanx.planner.candidates import Array, Candidates
+from phalanx.planner.candidates import Array, Candidates, of
 from phalanx.planner.costs import Costs, costs
 from phalanx.planner.engine import Engine
 from phalanx.spec.cluster import ClusterSpec
@@ -77,6 +79,16 @@ class Group:
     def memory_bytes(self) -> Array:
         """All kinds together, [layouts, coordinates]."""
         return self.footprint.memory_bytes
+
+
+def pipeline_walk(plan: Plan, engine: Engine, num_micro_batches: int) -> Walk:
+    """The schedule of a legal plan with its predicted times, for so many micro-batches."""
+    layout = plan.layout
+    (group,) = estimate(plan.model, plan.job, plan.cluster, engine, of([layout]))
+    shape = (layout.pipeline, layout.virtual_stages, num_micro_batches)
+    times = timeline.replay(layout.schedule, group.times, 0, *shape)
+    scaled = (tuple(tuple(engine.factor * s for s in row) for row in rows) for rows in (times.starts_s, times.ends_s))
+    return Walk(starts_s=next(scaled), ends_s=next(scaled))
 
 
 def stage_layers(model: ModelSpec, seq_len: int, engine: Engine, layouts: Candidates) -> Array:

@@ -8,15 +8,13 @@ from html import escape
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import schedule
-from phalanx.planner import timeline
-from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
-from phalanx.planner.estimate import estimate
+from phalanx.planner.estimate import pipeline_walk
 from phalanx.planner.explain import explain
 from phalanx.planner.search import Search
 from phalanx.planner.summary import COLUMNS, cells, summaries, summary, whole_run
 from phalanx.units import format_bytes, format_seconds
-from phalanx.watch.drawing import svg
+from phalanx.watch.drawing import Drawing, svg
 
 COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000", "#eebb99")
 WIDTH, ROW = 720, 22
@@ -128,11 +126,10 @@ def _timeline(plan: Plan, engine_name: str) -> str:
         return "<p>one stage: nothing waits</p>"
     if layout.pipeline > MOST_STAGES:
         return f"<p>{layout.pipeline} stages: phalanx schedule show draws them</p>"
-    (group,) = estimate(plan.model, job, plan.cluster, engine(engine_name), of([layout]))
     count = min(layout.num_micro_batches(job.global_batch), 2 * layout.pipeline)
     shape = (layout.pipeline, layout.virtual_stages, count)
-    walk = timeline.replay(layout.schedule, group.times, 0, *shape)
-    return f'<div style="overflow:auto">{svg(schedule(layout.schedule, *shape), walk)}</div>'
+    drawing = Drawing(name="predicted", walk=pipeline_walk(plan, engine(engine_name), count))
+    return f'<div style="overflow:auto">{svg(schedule(layout.schedule, *shape), [drawing])}</div>'
 
 
 def _front(plans: Sequence[Plan]) -> str:

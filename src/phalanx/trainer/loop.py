@@ -20,6 +20,7 @@ from phalanx.trainer.pipeline_parallel import OnAction
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.world import World, join
+from phalanx.watch.actions import ActionsWriter
 from phalanx.watch.metrics import AXES, MetricsWriter, StepRecord
 
 
@@ -86,6 +87,8 @@ def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()
     metrics = MetricsWriter(run_dir.metrics, _say) if world.rank == 0 else None
+    speaks_for_stage = world.coord.data == world.coord.tensor == 0
+    actions = ActionsWriter(run_dir.actions(world.rank), job.num_steps, _say) if speaks_for_stage else None
     clock, stop, guards = Clock(world.recorder), StopRequest(), Guards(engine)
     for number in range(done, job.num_steps):
         world.recorder.step = number + 1
@@ -95,6 +98,8 @@ def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
             _say(record.line(job.num_steps))
         world.recorder.micro_batch, world.recorder.phase = -1, "check of copies"
         guards.after(number + 1)
+        if actions:
+            actions.after(number + 1, engine.pipeline.times_s)
         world.recorder.phase = "checkpoint"
         if stop.agreed and number + 1 < job.num_steps:
             continuation.finish(number + 1)

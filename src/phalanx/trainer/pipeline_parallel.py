@@ -6,6 +6,7 @@ action ahead, so that the message travels while this rank computes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -63,30 +64,37 @@ class Pipeline:
         self.actions = schedule.actions[comm.index]
         self.last_to_add = schedule.last_to_add(comm.index)
         self.needs = [schedule.needs(comm.index, action) for action in self.actions]
+        self.times_s: list[tuple[float, float]] = []
         self.receives = (*receive_points(schedule)[comm.index], ())
 
     def run(self, batches: Sequence[MicroBatch]) -> Tensor:
         """All actions of one step. Gradients end up in the flat buffers, and the stages' watcher hears of it. Returns
-        the sum of this rank's losses, float64."""
+        the sum of this rank's losses, float64. After that `times_s` tells when each action began, with what it needs
+        there, and ended (time.perf_counter; on a GPU, when the host had issued it)."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         step = _Step(batches=batches, loss=loss)
-        for index, action in enumerate(self.actions):
+        self.times_s = []
+        for index, (action, need) in enumerate(zip(self.actions, self.needs, strict=True)):
             self.on_action(action)
             self._receive_ahead(step, index)
+            arrived = None if need is None else self._take(step, need)
+            begin_s = time.perf_counter()
             if action.kind == "forward":
-                self._forward(step, action, self.needs[index])
+                self._forward(step, action, arrived)
             elif action.kind == "weight_gradient":
                 self._weights(step, action)
             else:
-                self._backward(step, action, self.needs[index])
+                self._backward(step, action, arrived)
+            self.times_s.append((begin_s, time.perf_counter()))
         for work, _ in step.sending.values():
             work.wait()
         assert not (step.kept or step.receiving or step.local or step.postponed), "the schedule left something undone"
         return step.loss
 
-    def _forward(self, step: _Step, action: Action, need: Transfer | None) -> None:
+    def _forward(self, step: _Step, action: Action, inputs: Tensor | None) -> None:
         stage, batch = self.stages[action.chunk], step.batches[action.micro_batch]
-        inputs = None if need is None else self._take(step, need).requires_grad_()
+        if inputs is not None:
+            inputs.requires_grad_()
         last = self.last_to_add[action.chunk]
         is_last = last.micro_batch == action.micro_batch and last.kind == "backward"
         output = stage.forward(inputs, batch, last=is_last)
@@ -100,11 +108,10 @@ class Pipeline:
         else:
             self._give(step, gift, output.detach())
 
-    def _backward(self, step: _Step, action: Action, need: Transfer | None) -> None:
+    def _backward(self, step: _Step, action: Action, output_grad: Tensor | None) -> None:
         """Gradients of the stage's input and, unless they have an action of their own, of its weights."""
         kept = step.kept.pop((action.chunk, action.micro_batch))
         stage = self.stages[action.chunk]
-        output_grad = None if need is None else self._take(step, need)
         if not action.adds_gradients:
             stage.postpone()
         if kept.output is not None:

@@ -1,13 +1,16 @@
-"""Draws a walked Schedule to scale: one row per pipeline coordinate, time from left to right."""
+"""Draws walked Schedules to scale: one row per pipeline coordinate, time from left to right."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
 from phalanx.plan.actions import Action, ActionKind
 from phalanx.plan.schedule import Schedule
 from phalanx.plan.walk import Walk
+from phalanx.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,8 +24,11 @@ COLOURS: dict[ActionKind, tuple[str, str]] = {
 }
 """By kind, the colour of even and of odd chunks."""
 
-ROW, GAP, LEFT, UNIT = 22, 4, 96, 22
-"""Pixels of the SVG: a row's height, the gap below it, the space for its name, the shortest action's width."""
+ROW, GAP, LEFT = 22, 4, 96
+"""Pixels of the SVG: a row's height, the gap below it, the space for its name."""
+
+UNIT, WIDTH, NARROWEST = 22, 1100, 14
+"""Pixels of the shortest unit of work; of the longest drawing whose times are seconds; of an action with a number."""
 
 
 def colour(action: Action) -> str:
@@ -52,24 +58,47 @@ def legend(schedule: Schedule) -> str:
     return ", ".join(words)
 
 
-def lines(schedule: Schedule, walk: Walk, width: int) -> list[Text]:
-    """One line of `width` columns per coordinate. Actions are lettered, so that the drawing reads without colours."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """One way in which a schedule goes through time: `walk`, and its `name` where it stands beside others. Without a
+    name the times are units of work."""
+
+    walk: Walk
+    name: str = ""
+
+
+def title(drawing: Drawing) -> str:
+    """As "predicted: 1.21 s, bubble 12.4%"."""
+    return f"{drawing.name}: {format_seconds(drawing.walk.step_s)}, bubble {drawing.walk.bubble:.1%}"
+
+
+def lines(schedule: Schedule, drawings: Sequence[Drawing], width: int) -> list[Text]:
+    """One line of `width` columns per coordinate, of all drawings one below the other and to the same scale. Actions
+    are lettered, so that they can be read without colours."""
     from rich.text import Text
 
-    names = [row_name(schedule, coordinate) for coordinate in range(schedule.pipeline)]
-    left = max(map(len, names)) + 1
-    columns_per_s = (width - left) / walk.step_s
-    if columns_per_s > 1 / _shortest_s(walk):
-        columns_per_s = int(columns_per_s * _shortest_s(walk)) / _shortest_s(walk)
-    drawn = []
-    for coordinate, actions in enumerate(schedule.actions):
-        line = Text(names[coordinate].ljust(left), no_wrap=True)
-        for action, start_s, end_s in zip(actions, walk.starts_s[coordinate], walk.ends_s[coordinate], strict=True):
-            start, end = (left + round(time_s * columns_per_s) for time_s in (start_s, end_s))
-            line.append(" " * (start - len(line)))
-            line.append(_label(action, end - len(line)), style=f"black on {colour(action)}")
-        drawn.append(line)
+    left = max(len(row_name(schedule, coordinate)) for coordinate in range(schedule.pipeline)) + 1
+    columns_per_s = (width - left) / max(drawing.walk.step_s for drawing in drawings)
+    shortest_s = min(_shortest_s(drawing.walk) for drawing in drawings)
+    if columns_per_s > 1 / shortest_s and not drawings[0].name:
+        columns_per_s = int(columns_per_s * shortest_s) / shortest_s  # equal units of work have equal widths
+    drawn, rows = list[Text](), range(schedule.pipeline)
+    for drawing in drawings:
+        drawn += [Text(title(drawing))] if drawing.name else []
+        drawn += [_line(schedule, drawing.walk, coordinate, left, columns_per_s) for coordinate in rows]
     return drawn
+
+
+def _line(schedule: Schedule, walk: Walk, coordinate: int, left: int, columns_per_s: float) -> Text:
+    from rich.text import Text
+
+    line = Text(row_name(schedule, coordinate).ljust(left), no_wrap=True)
+    times = zip(walk.starts_s[coordinate], walk.ends_s[coordinate], strict=True)
+    for action, (start_s, end_s) in zip(schedule.actions[coordinate], times, strict=True):
+        start, end = (left + round(time_s * columns_per_s) for time_s in (start_s, end_s))
+        line.append(" " * (start - len(line)))
+        line.append(_label(action, end - len(line)), style=f"black on {colour(action)}")
+    return line
 
 
 def _shortest_s(walk: Walk) -> float:
@@ -83,28 +112,46 @@ def _label(action: Action, width: int) -> str:
     return (label if len(label) <= width else letter)[: max(width, 0)].ljust(width)
 
 
-def svg(schedule: Schedule, walk: Walk) -> str:
-    """The drawing as an SVG document; each action says in words what it is when pointed at."""
-    scale = UNIT / _shortest_s(walk)
-    width = LEFT + round(walk.step_s * scale) + GAP
-    bottom = schedule.pipeline * (ROW + GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 2 * ROW}" '
-        'font-family="sans-serif" font-size="11">'
-    ]
-    for coordinate, actions in enumerate(schedule.actions):
-        top = coordinate * (ROW + GAP)
-        parts.append(f'<text x="0" y="{top + 15}" fill="gray">{row_name(schedule, coordinate)}</text>')
-        for action, start_s, end_s in zip(actions, walk.starts_s[coordinate], walk.ends_s[coordinate], strict=True):
-            parts.append(_svg_action(action, LEFT + start_s * scale, (end_s - start_s) * scale, top))
-    for index, text in enumerate((facts(schedule, walk), legend(schedule))):
-        parts.append(f'<text x="{LEFT}" y="{bottom + 15 * (index + 1)}" fill="gray">{escape(text)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _svg_action(action: Action, left: float, width: float, top: int) -> str:
-    return (
-        f'<g><title>{action}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" '
-        f'fill="{colour(action)}" stroke="white"/><text x="{left + width / 2:.1f}" y="{top + 15}" '
-        f'text-anchor="middle">{action.micro_batch}</text></g>'
+def svg(schedule: Schedule, drawings: Sequence[Drawing]) -> str:
+    """The drawings as one SVG document, one below the other and to the same scale; each action says in words what it
+    is, and how long it took, when pointed at."""
+    longest_s = max(drawing.walk.step_s for drawing in drawings)
+    scale = WIDTH / longest_s if drawings[0].name else UNIT / min(_shortest_s(drawing.walk) for drawing in drawings)
+    parts, top = list[str](), 0
+    for drawing in drawings:
+        if drawing.name:
+            parts.append(f'<text x="{LEFT}" y="{top + 15}" fill="gray">{escape(title(drawing))}</text>')
+            top += ROW
+        for coordinate in range(schedule.pipeline):
+            parts += _svg_row(schedule, drawing, coordinate, top, scale)
+            top += ROW + GAP
+    if not drawings[0].name:
+        parts.append(f'<text x="{LEFT}" y="{top + 15}" fill="gray">{escape(facts(schedule, drawings[0].walk))}</text>')
+        top += 15
+    parts += _svg_legend(schedule, top + 6)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + round(longest_s * scale) + GAP}" '
+        f'height="{top + ROW}" font-family="sans-serif" font-size="11">'
     )
+    return "\n".join([head, *parts, "</svg>", ""])
+
+
+def _svg_legend(schedule: Schedule, top: int) -> Iterator[str]:
+    used = {action.kind for actions in schedule.actions for action in actions}
+    for place, kind in enumerate(kind for kind in LETTERS if kind in used):
+        x = LEFT + 120 * place
+        yield f'<rect x="{x}" y="{top}" width="11" height="11" fill="{COLOURS[kind][0]}"/>'
+        yield f'<text x="{x + 15}" y="{top + 10}" fill="gray">{kind.replace("_", " ")}</text>'
+
+
+def _svg_row(schedule: Schedule, drawing: Drawing, coordinate: int, top: int, scale: float) -> Iterator[str]:
+    yield f'<text x="0" y="{top + 15}" fill="gray">{row_name(schedule, coordinate)}</text>'
+    times = zip(drawing.walk.starts_s[coordinate], drawing.walk.ends_s[coordinate], strict=True)
+    for action, (start_s, end_s) in zip(schedule.actions[coordinate], times, strict=True):
+        left, width = LEFT + start_s * scale, (end_s - start_s) * scale
+        took = f", {format_seconds(end_s - start_s)}" if drawing.name else ""
+        number = f'<text x="{left + width / 2:.1f}" y="{top + 15}" text-anchor="middle">{action.micro_batch}</text>'
+        yield (
+            f'<g><title>{action}{took}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" '
+            f'fill="{colour(action)}" stroke="white"/>{number if width >= NARROWEST else ""}</g>'
+        )
