@@ -53,6 +53,10 @@ class InputError(PhalanxError):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
+        """Errors pass between processes whole."""
+        return type(self), (self.problems,)
+
 
 class SpecError(InputError):
     """A run file, a named model or cluster, or a config.json is wrong."""

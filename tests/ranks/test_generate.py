@@ -14,7 +14,7 @@ from tiny import tiny_model, tiny_plan
 from phalanx.checkpoint.parts import publish, write_part
 from phalanx.checkpoint.weights import open_weights
 from phalanx.cli.main import main
-from phalanx.data.build import train_tokenizer
+from phalanx.data.tokenizer import train_tokenizer
 from phalanx.errors import InputError
 from phalanx.plan.layout import Layout
 from phalanx.spec.job import DataSpec
@@ -87,10 +87,8 @@ def test_draws_follow_the_probabilities():
 @pytest.fixture
 def run_folder(tmp_path):
     """A run of four ranks that has a checkpoint, and data with a tokenizer."""
-    text = tmp_path / "text"
-    text.write_text("def main():\n    return 'Grüße'\n" * 30, encoding="utf-8")
     (tmp_path / "data").mkdir()
-    tokenizer = train_tokenizer([text], 280)
+    tokenizer = train_tokenizer(["def main():\n    return 'Grüße'\n" * 30], 280, num_bytes=1000)
     tokenizer.save(str(tmp_path / "data" / "tokenizer.json"))
     layout = Layout(tensor=2, data=2, zero=1)
     model = tiny_model(vocab=tokenizer.get_vocab_size(), init_std=0.5)

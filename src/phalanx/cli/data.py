@@ -8,18 +8,27 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from phalanx.errors import CheckFailed, InputError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx data build` and `phalanx data inspect`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|inspect")
-    build = actions.add_parser("build", help="text files to token files, with a tokenizer trained on them")
-    build.add_argument(
-        "text", metavar="TEXT", help='a glob of text files in quotes ("books/**/*.txt"), or python-stdlib'
-    )
-    build.add_argument("--vocab", type=int, required=True, metavar="N", help="size of the vocabulary, at least 257")
-    build.add_argument("--where", type=Path, default=Path("data"), metavar="DIR", help="build in this folder (data)")
+    build = actions.add_parser("build", help="text, JSON lines, Parquet or Arrow to token files")
+    inputs = 'files, folders, globs in quotes ("books/**/*.txt"), or python-stdlib'
+    build.add_argument("inputs", metavar="INPUT", nargs="+", help=inputs)
+    tokens = build.add_mutually_exclusive_group(required=True)
+    forms = "tokenizer.json, SentencePiece .model, GPT-2's vocab.json, a folder with one of them, or bytes"
+    tokens.add_argument("--tokenizer", metavar="T", help=forms)
+    tokens.add_argument("--vocab", type=int, metavar="N", help="train a byte-pair tokenizer of N ids (257 or more)")
+    build.add_argument("--text-key", default="text", metavar="KEY", help="where records hold their text (text)")
+    build.add_argument("--prompt-key", metavar="KEY", help="where they hold what comes before it and is not learned")
+    build.add_argument("--end-token", metavar="TOKEN", help="what ends a document, if the tokenizer does not tell")
+    build.add_argument("-o", "--out", type=Path, metavar="DIR", help="the folder to build (data/ and a name)")
+    build.add_argument("--workers", type=int, metavar="N", help="processes (as many as cores)")
     inspect = actions.add_parser("inspect", help="read a pair of token files from end to end")
     inspect.add_argument("prefix", type=Path, metavar="PREFIX", help="path of the pair, without .bin or .idx")
+    inspect.add_argument("--config", type=Path, metavar="RUN", help="hold the ids against the model of a run file")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -29,28 +38,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from phalanx.data.build import ensure
-    from phalanx.spec.job import DataSpec
+    from phalanx.data.build import build, default_name
+    from phalanx.data.manifest import Wish
 
-    prefix = ensure(DataSpec(text=arguments.text), arguments.vocab, arguments.where)
+    if arguments.workers is not None and arguments.workers < 1:
+        raise InputError(f"{arguments.workers} processes", where="--workers", instead="1 or more")
+    wish = Wish(
+        inputs=tuple(arguments.inputs),
+        text_key=arguments.text_key,
+        prompt_key=arguments.prompt_key,
+        tokenizer=arguments.tokenizer,
+        vocab=arguments.vocab,
+        end_token=arguments.end_token,
+    )
+    prefix = build(wish, arguments.out or Path("data") / default_name(wish), num_workers=arguments.workers)
     sys.stdout.write(f"{prefix}\n")
     return 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from phalanx.data.summary import summarize
-    from phalanx.units import format_bytes
+    from phalanx.data.summary import outside, summarize, told
+    from phalanx.spec.load import load
 
+    vocab = load(arguments.config, []).model.vocab if arguments.config else None
     summary = summarize(arguments.prefix)
-    if arguments.json:
-        sys.stdout.write(json.dumps(asdict(summary), indent=1) + "\n")
-        return 0
-    lines = [
-        f"{summary.path}: {format_bytes(summary.num_bytes)}, {summary.dtype}",
-        f"{summary.num_tokens:,} tokens with ids {summary.min_id:,} to {summary.max_id:,}",
-        f"{summary.num_documents:,} documents of {summary.min_length:,} to {summary.max_length:,} tokens",
-    ]
-    if summary.vocab is not None:
-        lines += [f"tokenizer of {summary.vocab:,} ids; the text begins:", "", summary.sample or ""]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(json.dumps(asdict(summary), indent=1) + "\n" if arguments.json else told(summary, vocab))
+    if vocab is not None and (wrong := outside(arguments.prefix, vocab)):
+        raise CheckFailed(wrong)
     return 0

@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     from phalanx.checkpoint.hf_settings import TOKENIZER, end_tokens, tokenizer_folder
     from phalanx.checkpoint.weights import open_weights
-    from phalanx.data.detokenize import Detokenizer, load_tokenizer
+    from phalanx.data.detokenize import Detokenizer
+    from phalanx.data.tokenizer import load_tokenizer
     from phalanx.trainer.generate import Generator, greedy, sampler
 
     weights = open_weights(arguments.checkpoint)

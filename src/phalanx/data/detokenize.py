@@ -1,22 +1,10 @@
-"""Tokenizers from files, and token ids → text while they come in: a character may be spread over several tokens."""
+"""Token ids → text while they come in: a character may be spread over several tokens."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Tokenizer
 
-from phalanx.errors import DataError
-
 REPLACEMENT = "\ufffd"  # what stands where bytes are no text
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json. Raises DataError."""
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 (the library raises bare Exception)
-        raise DataError(f"is not a tokenizer: {error}", where=str(path)) from None
 
 
 class Detokenizer:

@@ -5,6 +5,8 @@ All numbers are little-endian. `.idx`: magic `MMIDIDX\\0\\0`, uint64 version 1, 
 uint64 D; then int32 tokens per sequence [N], int64 byte offset of each sequence in `.bin` [N], int64 document
 boundaries in units of sequences [D, first 0, last N], and perhaps an int8 mode per sequence [N]: no flag tells of it,
 the file's size does. The int64 arrays lie unaligned.
+
+Ours alone is `prefix.mask.bin`, which may lie beside them: a uint8 per token, 1 where a model is to learn it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,11 @@ INT32_MAX = 2**31 - 1
 def paths(prefix: Path) -> tuple[Path, Path]:
     """The `.bin` and the `.idx` of a prefix; a dot in the prefix's name is no suffix."""
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def mask_path(prefix: Path) -> Path:
+    """The mask of a prefix, whether there is one or not."""
+    return prefix.with_name(prefix.name + ".mask.bin")
 
 
 def dtype_for(vocab: int) -> np.dtype[Any]:
@@ -151,41 +158,65 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes a `.bin`/`.idx` pair. Use as a context: the files appear when it ends without an error, or not at all.
+    """Writes a `.bin`/`.idx` pair, and a mask if `with_mask`. Use as a context: the files appear when it ends without
+    an error, or not at all.
 
-    They are written aside and renamed, `.bin` first, so that an `.idx` never stands beside a `.bin` that it does not
-    describe for longer than the two renames take.
+    They are written aside and renamed, `.idx` last, so that an `.idx` never stands beside a `.bin` that it does not
+    describe for longer than the renames take.
     """
 
-    def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
+    def __init__(self, prefix: Path, dtype: npt.DTypeLike, *, with_mask: bool = False) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         assert self.dtype in CODES and self.dtype.kind in "ui"
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._final = paths(prefix)
+        bin_path, idx_path = paths(prefix)
+        self._final = (*([mask_path(prefix)] if with_mask else []), bin_path, idx_path)
         self._partial = tuple(path.with_name(f".{path.name}.{os.getpid()}.partial") for path in self._final)
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin = self._partial[0].open("wb")
+        self._mask = self._partial[0].open("wb") if with_mask else None
+        self._bin = self._partial[-2].open("wb")
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that have ended."""
+        return len(self._documents) - 1
 
     def add(self, tokens: Iterable[int] | Integers) -> None:
         """Append one sequence to the document under way. An id that the dtype cannot hold raises `DataError`."""
         ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=np.int64)
-        limits = np.iinfo(self.dtype)
-        if len(ids) and (ids.min() < limits.min or ids.max() > limits.max):
-            wrong = int(ids.min() if ids.min() < limits.min else ids.max())
-            raise DataError(f"token id {wrong} does not fit {self.dtype.name}", where=str(self._final[0]))
-        if len(ids) > INT32_MAX:
-            raise DataError(
-                f"a sequence of {len(ids):,} tokens; the format holds {INT32_MAX:,}", where=str(self._final[0])
-            )
-        self._bin.write(ids.astype(self.dtype).tobytes())
-        self._lengths.append(len(ids))
-        self.num_tokens += len(ids)
+        self.write(ids)
+        self._end_sequence(len(ids))
 
     def end_document(self) -> None:
         """The sequences added since the last call are one document."""
         self._documents.append(len(self._lengths))
+
+    def write(self, ids: npt.NDArray[np.int64], mask: Integers | None = None) -> None:
+        """Append tokens [any number] and their mask, which `end_documents` divides. An id that the dtype cannot hold
+        raises `DataError`."""
+        limits = np.iinfo(self.dtype)
+        if len(ids) and (ids.min() < limits.min or ids.max() > limits.max):
+            wrong = int(ids.min() if ids.min() < limits.min else ids.max())
+            raise DataError(f"token id {wrong} does not fit {self.dtype.name}", where=str(self._final[-2]))
+        self._bin.write(ids.astype(self.dtype).tobytes())
+        if self._mask is not None:
+            assert mask is not None and len(mask) == len(ids)
+            self._mask.write(mask.astype(np.uint8).tobytes())
+        self.num_tokens += len(ids)
+
+    def end_documents(self, lengths: Iterable[int]) -> None:
+        """The tokens written since the last document ended are documents of `lengths`, each of one sequence."""
+        for length in lengths:
+            self._end_sequence(length)
+            self.end_document()
+
+    def _end_sequence(self, length: int) -> None:
+        if length > INT32_MAX:
+            what = f"a sequence of {length:,} tokens; the format holds {INT32_MAX:,}"
+            raise DataError(what, where=str(self._final[-2]))
+        self._lengths.append(length)
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -197,21 +228,25 @@ class TokenWriter:
             if kind is None:
                 self._finish()
         finally:
-            self._bin.close()
             for path in self._partial:
                 path.unlink(missing_ok=True)
+            for file in self._open_files():  # what is still to be written may not fit on the disk: the names are gone
+                file.close()
+
+    def _open_files(self) -> list[IO[bytes]]:
+        return [self._bin] if self._mask is None else [self._mask, self._bin]
 
     def _finish(self) -> None:
-        """Write the index, make both files durable, give them their names."""
+        """Write the index, make all files durable, give them their names."""
         assert self._documents[-1] == len(self._lengths), "end_document was not called for the last sequences"
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        with self._partial[1].open("wb") as index:
+        with self._partial[-1].open("wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
             index.write(lengths.astype("<i4").tobytes())
             index.write(offsets.astype("<i8").tobytes())
             index.write(np.array(self._documents, "<i8").tobytes())
-            for file in (self._bin, index):
+            for file in (*self._open_files(), index):
                 file.flush()
                 os.fsync(file.fileno())
         for partial, final in zip(self._partial, self._final, strict=True):

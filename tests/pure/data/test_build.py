@@ -12,8 +12,11 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from phalanx.data import build
-from phalanx.data.build import END_OF_DOCUMENT, ensure, text_files
+from phalanx.data import records
+from phalanx.data.build import ensure
+from phalanx.data.inputs import find
+from phalanx.data.tokenize import PartWriter
+from phalanx.data.tokenizer import END_OF_DOCUMENT
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import DataError
 from phalanx.spec.job import PYTHON_STDLIB, DataSpec
@@ -63,10 +66,10 @@ def test_every_file_with_text_is_a_document_with_nothing_lost(books: Path):
 
 
 def test_long_documents_are_cut_into_pieces_without_loss(books: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build, "PIECE_BYTES", 100)
-    monkeypatch.setattr(build, "BATCH_BYTES", 200)
+    monkeypatch.setattr(records, "PIECE_CHARS", 100)
+    monkeypatch.setattr(records, "BLOCK_BYTES", 250)
     prefix = built(books)
-    assert TokenFile(prefix).num_sequences > 10
+    assert TokenFile(prefix).num_sequences == 2
     assert documents(prefix) == [(books / "a.txt").read_text(), "der Kater saß auf der Matte\r\n" * 20]
 
 
@@ -130,16 +133,16 @@ def test_a_text_too_small_for_the_vocabulary_is_said(books: Path):
     assert "of 5,000 ids" in str(said) and "stay unused" in str(said)
 
 
-def test_bytes_that_are_no_text_are_counted(books: Path):
-    (books / "a.txt").write_bytes(b"caf\xe9 cr\xe8me\n")
-    said = Said()
-    built(books, said=said)
-    assert "2 places of the text are not UTF-8" in str(said)
+def test_bytes_that_are_no_text_are_refused_with_their_line(books: Path):
+    (books / "a.txt").write_bytes(b"coffee\ncaf\xe9 cr\xe8me\n")
+    with pytest.raises(DataError, match=r"a\.txt:2: byte 0xe9 is not UTF-8") as caught:
+        built(books)
+    assert "iconv" in str(caught.value)
 
 
 def test_a_build_that_dies_leaves_nothing_that_looks_built(books: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        patch.setattr(build.TokenWriter, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(PartWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             built(books)
     assert not any((books.parent / "data").glob("[!.]*"))
@@ -160,7 +163,7 @@ def test_of_two_builds_at_once_the_second_waits_and_finds_the_first(books: Path)
 
 def test_the_standard_library_is_found_and_has_no_tests():
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file.relative_to(root) for file in text_files(PYTHON_STDLIB)]
+    files = [file.path.relative_to(root) for file in find([PYTHON_STDLIB])]
     assert {"argparse.py", "typing.py"} <= {file.name for file in files}
     assert files == sorted(set(files), key=lambda file: file.as_posix())
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in files)
@@ -174,15 +177,15 @@ def test_a_run_file_may_name_the_standard_library(tmp_path: Path):
 
 
 def test_links_do_not_repeat_a_text(books: Path):
-    plain = text_files(f"{books}/**/*.txt")
+    plain = find([f"{books}/**/*.txt"])
     (books / "loop").symlink_to(".")
     (books / "z.txt").symlink_to("a.txt")
-    assert text_files(f"{books}/**/*.txt") == plain
+    assert find([f"{books}/**/*.txt"]) == plain
 
 
 def test_a_glob_without_files_is_refused(tmp_path: Path):
     with pytest.raises(DataError) as caught:
-        text_files(f"{tmp_path}/*.txt")
+        find([f"{tmp_path}/*.txt"])
     for words in [f"{tmp_path}/*.txt", "matches no file", PYTHON_STDLIB]:
         assert words in str(caught.value)
 

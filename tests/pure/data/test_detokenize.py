@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
-from phalanx.data.build import train_tokenizer
-from phalanx.data.detokenize import Detokenizer, load_tokenizer
+from phalanx.data.detokenize import Detokenizer
+from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from phalanx.errors import DataError
 
 
 @pytest.fixture
-def tokenizer(tmp_path) -> Tokenizer:
-    (tmp_path / "text").write_text("def main():\n    return 'Grüße, 世界'\n" * 20, encoding="utf-8")
-    return train_tokenizer([tmp_path / "text"], 280)
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["def main():\n    return 'Grüße, 世界'\n" * 20], 280, num_bytes=1000)
 
 
 @pytest.mark.parametrize("text", ["def main", "Grüße", "日本 and 世界 🦆!", "a\n\n  b", "ends in half a ü"])

@@ -44,7 +44,7 @@ def test_a_damaged_pair_is_refused(prefix: Path):
 
 def test_build_and_inspect_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.txt").write_text("to be or not to be\n" * 20)
-    command = ["data", "build", f"{tmp_path}/*.txt", "--vocab", "260", "--where", str(tmp_path)]
+    command = ["data", "build", f"{tmp_path}/*.txt", "--vocab", "260", "--out", str(tmp_path / "out")]
     assert main(command) == 0
     prefix = capsys.readouterr().out.strip()
     assert main(["data", "inspect", prefix]) == 0
@@ -59,7 +59,7 @@ def test_build_and_inspect_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     ("command", "words"),
     [
         (["data"], "build|inspect"),
-        (["data", "build", "*.txt"], "--vocab"),
+        (["data", "build", "*.txt"], "--tokenizer --vocab"),
         (["data", "build", "none/*.txt", "--vocab", "300"], "matches no file"),
         (["data", "inspect", "none"], "no such file"),
     ],
