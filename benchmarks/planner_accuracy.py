@@ -161,6 +161,19 @@ def ranking(scored: list[Scored]) -> dict[str, Any]:
     }
 
 
+def likely(scored: list[Scored]) -> dict[str, Any]:
+    """Per engine: measured / predicted step time, 10th, 50th and 90th percentile, of what a model can know. Where
+    profiles.toml takes an engine's `likely` range from."""
+    by_engine: dict[str, list[float]] = defaultdict(list)
+    for entry in scored:
+        if entry.row.source not in UNKNOWABLE:
+            by_engine[entry.row.engine].append(1.0 / (1.0 + entry.error))
+    return {
+        name: {"num_rows": len(values), "percentiles": [float(p) for p in np.percentile(values, (10, 50, 90))]}
+        for name, values in by_engine.items()
+    }
+
+
 def fit_or_not(scored: list[Scored]) -> dict[str, Any]:
     """Rows that did not fit: how many are predicted over; rows that ran: how many are predicted under; and the curve of
     both over a scale of the limit."""
@@ -202,6 +215,7 @@ def report(scored: list[Scored], skipped: dict[str, int]) -> dict[str, Any]:
         "sources": {name: spread(errors) for name, errors in by_source.items()},
         "not_scored": {name: spread(errors) for name, errors in other.items()},
         "ranking": ranking(good),
+        "likely": likely(good),
         "memory": {name: spread(errors) for name, errors in memory.items()},
         "did_not_fit": fit_or_not([s for s in scored if s.row.quality in OK or s.row.quality == "slow_outlier"]),
         "skipped": skipped,
@@ -224,6 +238,9 @@ def show(result: dict[str, Any]) -> None:
     for name, line in result["ranking"].items():
         words = " ".join(f"{key} {line[key]:.3f}" for key in ("spearman", "kendall", "regret", "max_regret"))
         print(f"{name:44} {line['num_groups']:5} groups  {words}")
+    print("\nmeasured / predicted by engine: 10th, 50th, 90th percentile")
+    for name, line in result["likely"].items():
+        print(f"{name:44} {line['num_rows']:5}  " + "  ".join(f"{value:.2f}" for value in line["percentiles"]))
     fit = result["did_not_fit"]
     if fit.get("num_failed"):
         print(f"\ndid not fit: {fit['caught']:.1%} of {fit['num_failed']} caught, ", end="")

@@ -60,6 +60,10 @@ ENGINES = (
     ("fsdp", "fsdp"),
     ("megatron", "megatron-2021"),
 )
+# Models whose sharing of the embedding is not printed but told by the printed MFU, which counts each stored parameter:
+# one table for one stage, two for more.
+TIED = {("playbook", "Llama-1B"), ("playbook", "Llama-3B")}
+
 BY_SOURCE = {"seqsel_t5": "megatron-2022", "mt_nlg_530b": "deepspeed-pipeline"}
 
 
@@ -173,7 +177,7 @@ def _model(raw: dict[str, Any]) -> ModelSpec:
         norm="rmsnorm" if llama else "layernorm",
         activation="swiglu" if llama else "gelu_tanh",
         positions="rope" if llama or plain else "learned",
-        tied=bool(raw.get("tied_embeddings", not llama)),
+        tied=bool(raw.get("tied_embeddings", not llama)) or (raw.get("source_id"), raw.get("model")) in TIED,
         qkv_bias=not (llama or plain),
         bias=not (llama or plain),
         dropout=0.0 if llama or plain else 0.1,

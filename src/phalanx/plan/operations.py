@@ -19,12 +19,13 @@ import numpy as np
 from phalanx.plan.cut import Cut, Size
 from phalanx.spec.model import ModelSpec
 
-Kind = Literal["matmul", "attention", "elementwise"]
+Kind = Literal["matmul", "attention", "elementwise", "stream"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One kernel: `batch` products of [m, k] by [k, n], `count` times; or an element-wise pass over `bytes`.
+    """One kernel: `batch` products of [m, k] by [k, n], `count` times; or an element-wise pass over `bytes`; or, under
+    kind "stream", a plain sum or copy of long contiguous buffers, which no engine does in several passes.
 
     Under kind "attention" m and n are query and key positions, k the head width, `batch` sequences × heads, `products`
     how many m × n × k products the kernel makes (2 forward, 5 backward under recomputation of scores).
@@ -127,7 +128,7 @@ def linear(
     weight_gradient = [product(" weight gradient", outputs, inputs, tokens, 2 * into if fused else e)]
     if not fused:
         moved = weights * (e + 2 * into)
-        weight_gradient.append(Operation(name=f"{name} sum", kind="elementwise", bytes=moved, count=count))
+        weight_gradient.append(Operation(name=f"{name} sum", kind="stream", bytes=moved, count=count))
     forward = [product("", tokens, outputs, inputs, e, pieces[0])]
     input_gradient = [product(" input gradient", tokens, inputs, outputs, e, pieces[1])]
     if cut.eight_bit:

@@ -20,9 +20,10 @@ SMALLER_TILES = ((1.0, 1.0, 1.0), (1.0, 0.5, 0.95), (0.5, 0.5, 0.8))
 
 OVERLAP_TAX = 0.13
 
-EIGHT_BIT = 0.88
-"""Matrix products in 8 bits reach this share of what 16-bit ones reach of their peak: best shapes on H100 0.709 and
-0.803 (stas00/ml-engineering accelerator tables, 744d01e)."""
+EIGHT_BIT = 0.95
+"""Matrix products in 8 bits reach this share of what 16-bit ones reach of their peak, in training. Their best shapes on
+H100 reach 0.88 (0.709 and 0.803 of peak: stas00/ml-engineering accelerator tables, 744d01e), but power holds 16-bit
+products further below their best."""
 
 ALIGNMENT = 8
 """Elements: 16 bytes of 16-bit numbers (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core
@@ -72,6 +73,9 @@ def operation_s(
 ) -> Seconds:
     """Seconds of one operation: the slower of arithmetic and memory, and at least a kernel's start (roofline)."""
     memory_s = operation.bytes / (device.memory_bytes_per_s * device.memory_efficiency)
+    if operation.kind == "stream":
+        stream_s = operation.bytes / (device.memory_bytes_per_s * device.stream_efficiency)
+        return operation.count * np.maximum(stream_s, device.kernel_s)
     if operation.kind == "elementwise":
         return operation.count * np.maximum(memory_s * engine.elementwise_passes, device.kernel_s)
     if operation.kind == "attention":
@@ -105,4 +109,4 @@ def overlap_tax(device: Device) -> float:
 
 def optimizer_s(num_parameters: Any, engine: Engine, device: Device) -> Seconds:
     """The optimizer over `num_parameters` elements: bytes over bandwidth."""
-    return num_parameters * engine.optimizer_bytes / (device.memory_bytes_per_s * device.memory_efficiency)
+    return num_parameters * engine.optimizer_bytes / (device.memory_bytes_per_s * device.stream_efficiency)

@@ -37,7 +37,7 @@ class States:
     transient: float = 0.0
 
 
-DEFAULT_LIKELY = (0.92, 1.13)
+DEFAULT_LIKELY = (0.92, 1.12)
 """Measured / predicted step time, 10th and 90th percentile over all published rows that any model can know."""
 
 
@@ -54,7 +54,8 @@ class Engine:
     Messages: `tensor_overlap` is the share of tensor-axis messages hidden behind compute, `async_gradients` whether
     sums of input gradients run beside the weight gradients; `blocking_transfers` the share of transfers between stages
     that compute waits for, `scatter_boundary` whether only 1 / tensor of an activation is sent and gathered again
-    inside the node; `data_overlap` the share of the last backward in which gradient messages may hide, `gather_overlap`
+    inside the node; `data_overlap` the share of the last backward in which the all-reduce of gradients may hide,
+    `scatter_overlap` that for the scatters of ZeRO 1 and 2, `gather_overlap`
     that of the first forward for new parameters; `reduce_bytes` per gradient element sent; `shard_messages` per layer
     in which ZeRO 1 and 2 move gradients and parameters (0: buckets of the layout's size); `optimizer_bytes` per
     parameter read and written by the optimizer with norm, clipping and casts.
@@ -84,6 +85,7 @@ class Engine:
     blocking_transfers: float = 0.0
     scatter_boundary: bool = False
     data_overlap: float = 0.0
+    scatter_overlap: float = 0.0
     gather_overlap: float = 0.0
     reduce_bytes: float = 4.0
     shard_messages: int = 0

@@ -28,8 +28,8 @@ class Device:
     as k / (k + `matmul_half_depth`) for short inner dimensions; a product is cut into tiles of `matmul_tile` (rows,
     columns) that `num_cores` cores work on in waves, so a part-filled last wave costs a whole one (a tile of (1, 1)
     means no such steps). `attention_efficiency` is that of the fused attention kernel, forward and backward, as a
-    fraction of the peak; `memory_efficiency` that of element-wise kernels as a fraction of the bandwidth; `kernel_s`
-    the least time that a kernel takes.
+    fraction of the peak; `memory_efficiency` that of element-wise kernels as a fraction of the bandwidth,
+    `stream_efficiency` that of plain copies and sums of long buffers; `kernel_s` the least time that a kernel takes.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Device:
     matmul_half_depth: Whole = 0
     attention_efficiency: tuple[Fraction, Fraction] = (0.5, 0.4)
     memory_efficiency: Fraction = 0.8
+    stream_efficiency: Fraction = 0.87
     kernel_s: NotNegative = 0.0
 
     def __post_init__(self) -> None:

@@ -68,6 +68,9 @@ def test_priced_messages_are_those_of_traffic(model: ModelSpec) -> None:
         if layout.pipeline > 1:
             sent = float(footprint.costs.boundary_bytes[0]) * micro_batches
             assert listed["pipeline", "activations"] == sent
+        if ("tied", "tied gradients") in listed:
+            shared = float(footprint.tied[0, 0]) / layout.num_shards
+            assert shared <= listed["tied", "tied gradients"] / engine().reduce_bytes < shared + 2 * 64
         if layout.data > 1:
             held = int(footprint.held.elements[0, 0])
             repeats = micro_batches if layout.zero >= 2 else 1
