@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from phalanx.data.source import Batch
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
-from phalanx.plan.traffic import traffic
+from phalanx.plan.traffic import Message, traffic
 from phalanx.trainer import loop
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.guards import Guards
@@ -38,8 +40,13 @@ def counted(engine: Engine, world: World) -> Messages:
 
 def claimed(plan: Plan, coord: Coord) -> Messages:
     """What `plan.traffic` says."""
+    return added(traffic(plan, coord))
+
+
+def added(claims: Iterable[Message]) -> Messages:
+    """Claims for one purpose, as of several chunks of a model, put together."""
     messages: Messages = {}
-    for message in traffic(plan, coord):
+    for message in claims:
         entry = messages.setdefault((message.group, message.purpose, message.operation), [0, 0])
         entry[0] += message.count
         entry[1] += message.payload_bytes

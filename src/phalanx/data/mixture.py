@@ -4,7 +4,7 @@ With integer shares a_0 … a_(k-1) and A_j = a_j + … + a_(k-1), number n asks
 to set j, counted from 0, the m-th is taken iff floor((m + 1) a_j / A_j) > floor(m a_j / A_j); so set j has got
 floor(m a_j / A_j) of the first m, and the others go on to set j + 1 (the Beatty sequence of a_j / A_j). Every floor
 loses less than one, so that of the first n samples, for every n, set j has got its share n a_j / A_0 to within less
-than k samples: proportions are exact in the long run, and nearly so in each batch.
+than max(1, k - 1) samples: proportions are exact in the long run, and nearly so in each batch.
 """
 
 from __future__ import annotations

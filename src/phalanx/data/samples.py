@@ -11,25 +11,19 @@ file; and where documents are separate, none that is the first token of a docume
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.documents import Documents
-from phalanx.data.tokens import TokenFile
+from phalanx.data.tokens import TokenFile, mask_path
 from phalanx.errors import DataError
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 _CHUNK_TOKENS = 16 << 20
-
-
-def mask_path(prefix: Path) -> Path:
-    """The file beside a `.bin`/`.idx` pair with one byte per token: 1 where the token, as a label, is supervised."""
-    return prefix.with_name(prefix.name + ".mask.bin")
 
 
 class Samples:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Transfer",
+    "forward_only",
     "placement",
     "schedule",
 ]
@@ -221,3 +222,10 @@ def schedule(name: str, pipeline: int, virtual_stages: int, num_micro_batches: i
         placement=family.placement(pipeline, virtual_stages),
         actions=family.order(pipeline, virtual_stages, num_micro_batches),
     )
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of `schedule` alone, in its order, for validation. It can run where `schedule` can: a forward waits
+    for forwards only."""
+    actions = (tuple(action for action in row if action.kind == "forward") for row in schedule.actions)
+    return replace(schedule, actions=tuple(actions))

@@ -13,7 +13,7 @@ from phalanx.plan.comm import Operation
 from phalanx.plan.groups import data_groups, head_copies_embedding, kv_copies
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
-from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, schedule
+from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, forward_only, schedule
 from phalanx.plan.shards import Buffer, Copies, rank_stages, stage_buffers
 from phalanx.plan.stages import Stage
 
@@ -25,6 +25,9 @@ HEAD_ROWS = 1024
 
 NUM_STATISTICS = 7
 """Float64 numbers in the control message of a step: loss, squared norm, votes to stop, and four sums of seconds."""
+
+NUM_VALIDATION_STATISTICS = 3
+"""Float64 numbers in the message of a round of validation: summed loss, supervised tokens, votes to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,16 @@ def traffic(plan: Plan, coord: Coord) -> tuple[Message, ...]:
     return tuple(message for message in _Traffic(plan, coord).messages() if message.count)
 
 
+def validation_traffic(plan: Plan, coord: Coord) -> tuple[Message, ...]:
+    """All messages of one round of validation (as many sequences as one step has) of the rank at `coord`."""
+    return tuple(message for message in _Traffic(plan, coord, validates=True).messages() if message.count)
+
+
 class _Traffic:
-    def __init__(self, plan: Plan, coord: Coord) -> None:
-        self.plan, self.coord = plan, coord
+    """The messages of a step or, with `validates`, of a round of validation: its forwards alone."""
+
+    def __init__(self, plan: Plan, coord: Coord, *, validates: bool = False) -> None:
+        self.plan, self.coord, self.validates = plan, coord, validates
         model, job, layout = plan.model, plan.job, plan.layout
         self.compute_bytes = COMPUTE_BYTES[job.precision]
         self.wide_bytes = ACCUMULATION_BYTES[job.precision]
@@ -55,52 +65,60 @@ class _Traffic:
         self.cuts_tokens = layout.sequence_parallel and layout.tensor > 1
         self.stages = rank_stages(model, layout, coord, job.seq_len)
         self.buffers = [stage_buffers(model, layout, coord, stage) for stage in self.stages]
-        self.schedule: Schedule = schedule(
-            layout.schedule, layout.pipeline, layout.virtual_stages, self.num_micro_batches
-        )
+        order = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, self.num_micro_batches)
+        self.schedule: Schedule = forward_only(order) if validates else order
 
     def messages(self) -> Iterator[Message]:
         layout = self.plan.layout
         if layout.tensor > 1:
             for stage in self.stages:
                 yield from self._tensor(stage)
+        yield from self._pipeline()
+        if layout.data > 1 and layout.zero >= 3:
+            yield from self._gathers()
+        if self.validates:
+            yield from self._numbers("validation loss", NUM_VALIDATION_STATISTICS)
+            return
+        if layout.tensor > 1:
             yield from self._copies("tensor", "tensor", "replicated gradients", when=self.cuts_tokens)
             yield from self._copies("kv", "kv", "kv copy gradients", when=kv_copies(self.plan.model, layout.tensor) > 1)
-        yield from self._pipeline()
         yield from self._tied()
         if layout.data > 1:
             yield from self._data()
-        if layout.num_ranks > 1:
-            yield Message(
-                group="world",
-                purpose="loss and norm",
-                operation="all_reduce",
-                count=1,
-                payload_bytes=NUM_STATISTICS * 8,
-            )
+        yield from self._numbers("loss and norm", NUM_STATISTICS)
+
+    def _numbers(self, purpose: str, count: int) -> Iterator[Message]:
+        """A few float64 numbers, summed over all ranks."""
+        if self.plan.layout.num_ranks > 1:
+            yield Message(group="world", purpose=purpose, operation="all_reduce", count=1, payload_bytes=count * 8)
 
     def _tensor(self, stage: Stage) -> Iterator[Message]:
         """Two half-blocks per layer, each opened and closed once forward and once backward, in chunks; and both ends of
         the model."""
-        recompute, chunks = self.plan.layout.recompute, self.plan.layout.tensor_overlap_chunks
+        chunks, recompute = self.plan.layout.tensor_overlap_chunks, self.plan.layout.recompute
+        recompute = "none" if self.validates else recompute
         forwards, reopened = 1 + (recompute == "full"), int(recompute == "selective")  # reopened at once
+
+        def back(times: int, messages: int) -> tuple[int, int]:
+            return (0, 0) if self.validates else (times, messages)
+
         for half_block in ("attention", "mlp"):
             count = len(stage.layers)
             opened = count * (forwards + reopened), count * (forwards * chunks + reopened)
             yield from self._opened(f"{half_block} input", *opened)
             yield from self._closed(f"{half_block} output", count * forwards, count * forwards * chunks)
-            yield from self._opened(f"{half_block} output gradient", count, count * chunks)
-            yield from self._closed(f"{half_block} input gradient", count, count * chunks)
+            yield from self._opened(f"{half_block} output gradient", *back(count, count * chunks))
+            yield from self._closed(f"{half_block} input gradient", *back(count, count * chunks))
         if stage.embedding:
             yield from self._closed("embedding output", 1, 1)
-            yield from self._opened("embedding output gradient", 1, 1)
+            yield from self._opened("embedding output gradient", *back(1, 1))
         if stage.head:
             yield from self._opened("head input", 1, 1)
             chunks = -(-self.num_tokens // HEAD_ROWS) * self.num_micro_batches
             # From every tensor rank, per token: the log of its sum of exponentials and its target logit.
             size = self.plan.layout.tensor * 2 * self.num_tokens * self.num_micro_batches * self.wide_bytes
             yield Message(group="tensor", purpose="loss", operation="all_gather", count=chunks, payload_bytes=size)
-            yield from self._closed("head input gradient", 1, 1)
+            yield from self._closed("head input gradient", *back(1, 1))
 
     def _opened(self, purpose: str, times: int, messages: int) -> Iterator[Message]:
         """Tokens that were cut are gathered: only under sequence parallelism. So often per micro-batch, in so many
@@ -164,7 +182,7 @@ class _Traffic:
     def _data(self) -> Iterator[Message]:
         """Gradients: in buckets as backward completes them, or under ZeRO 2 block by block after every backward. They
         are summed among the ranks that share one whole, then each shard among those that hold it. New parameters: once
-        under ZeRO 1 and 2, under ZeRO 3 whenever a block needs them whole."""
+        under ZeRO 1 and 2; `_gathers` has those of ZeRO 3."""
         layout = self.plan.layout
         zero, (shards, replicas) = (layout.zero if layout.num_shards > 1 else 0), data_groups(layout)
         sizes = [buffer.num_elements for buffer in self._completed()]
@@ -176,15 +194,12 @@ class _Traffic:
             yield _gradients(shards, "reduce_scatter", count * repeats, size * repeats)
         if layout.num_shards < layout.data:
             yield _gradients(replicas, "all_reduce", count, size // layout.num_shards)
-        gathered = [1, sum(sizes)] if zero in (1, 2) else self._gathered()
-        if zero >= 1:
-            yield Message(
-                group=shards,
-                purpose="parameters",
-                operation="all_gather",
-                count=gathered[0],
-                payload_bytes=gathered[1] * self.compute_bytes,
-            )
+        if zero in (1, 2):
+            yield self._parameters(1, sum(sizes))
+
+    def _parameters(self, count: int, elements: int) -> Message:
+        shards, size = data_groups(self.plan.layout)[0], elements * self.compute_bytes
+        return Message(group=shards, purpose="parameters", operation="all_gather", count=count, payload_bytes=size)
 
     def _num_buckets(self, sizes: Sequence[int]) -> int:
         """Messages of at least `bucket_bytes` each, but for the last one."""
@@ -195,19 +210,18 @@ class _Traffic:
                 count, bucket = count + 1, 0
         return count + (bucket > 0)
 
-    def _gathered(self) -> list[int]:
-        """How often ZeRO 3 makes a buffer whole, and the elements of all those buffers together.
-
-        A layer's for its forward and again for its backward; the embedding's for its forward; the head's for the time
-        from a forward to its backward, and with it the embedding's where a tied head shares it on this rank.
-        """
+    def _gathers(self) -> Iterator[Message]:
+        """ZeRO 3 makes buffers whole: a layer's for its forward and again for its backward; the embedding's for its
+        forward; the head's for the time from a forward to its backward (in validation, for its forward), and with it
+        the embedding's where a tied head shares it on this rank."""
         count, elements, holders = 0, 0, dict.fromkeys(range(len(self.stages)), 0)
         shared = self._shared_embedding()
         for action in self.schedule.actions[self.coord.pipeline]:
             forward = action.kind == "forward"
             for buffer in self.buffers[action.chunk]:
                 if buffer.name == "head":
-                    was, holders[action.chunk] = holders[action.chunk], holders[action.chunk] + (1 if forward else -1)
+                    was, change = holders[action.chunk], (1 if forward else -1)
+                    holders[action.chunk] += 0 if self.validates else change
                     needed = [buffer, *shared] if forward and not was else []
                 elif buffer.name == "embedding":
                     needed = [buffer] if forward and not (shared and any(holders.values())) else []
@@ -215,7 +229,8 @@ class _Traffic:
                     needed = [buffer]
                 count += len(needed)
                 elements += sum(each.num_elements for each in needed)
-        return [count, elements]
+        if self.plan.layout.num_shards > 1:
+            yield self._parameters(count, elements)
 
     def _shared_embedding(self) -> list[Buffer]:
         """The embedding's buffer, if a tied head on this rank uses it."""

@@ -30,12 +30,13 @@ class Attention:
         """Attend."""
         num_sequences, num_positions = batch.tokens.shape
         documents = batch.documents
-        if documents is not None and not self.dropout:
+        drops = self.dropout and not batch.validates
+        if documents is not None and not drops:
             q, k, v = self._split(qkv.unsqueeze(0), documents.positions.flatten())
             return self._within(documents, q, k, v)
         qkv = qkv.view(num_sequences, num_positions, -1)
         q, k, v = self._split(qkv, None if documents is None else documents.positions)
-        if self.dropout:
+        if drops:
             return self._with_dropout(q, k, v, batch, layer)
         return self._attend(q, k, v)
 

@@ -136,8 +136,16 @@ class DataParallel:
         """`block` runs next, then `following` (None: unknown)."""
         if block.backward_within_forward:
             self._allocate_gradients(block)
+        self.before_validation(block, following)
+
+    def before_validation(self, block: Block, following: Block | None) -> None:
+        """`block` runs next, without a backward, then `following` (None: unknown)."""
         self._hold(block.reads)
         self._gather_ahead(following.reads if following else ())
+
+    def after_validation(self, block: Block) -> None:
+        """`block` has run, and nothing of it is needed any more."""
+        self._release(block.reads)
 
     def after_forward(self, block: Block) -> None:
         """`block` has run. One that computes gradients on the way keeps its parameters until its backward is done."""

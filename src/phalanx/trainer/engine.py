@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from phalanx.plan.comm import Comm
 from phalanx.plan.groups import data_groups
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
-from phalanx.plan.schedule import Action, Schedule, schedule
+from phalanx.plan.schedule import Action, Schedule, forward_only, schedule
 from phalanx.plan.shards import Copies, rank_stages, stage_buffers
+from phalanx.plan.stages import recomputed_layers
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
@@ -77,11 +79,12 @@ class Engine:
         share = self.plan.job.global_batch // self.plan.layout.data
         return range(self.coord.data * share, (self.coord.data + 1) * share)
 
-    def read(self, batch: Batch, step: int) -> list[MicroBatch]:
-        """The micro-batches of `batch`, which holds this rank's sequences."""
+    def read(self, batch: Batch, step: int, *, validates: bool = False) -> list[MicroBatch]:
+        """The micro-batches of `batch`, which holds this rank's sequences. `validates`: for `validate`."""
         tokens, labels = (torch.from_numpy(array).to(self.device) for array in (batch.tokens, batch.labels))
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
-        return self.micro_batches(tokens, labels, batch.num_supervised, step, positions)
+        batches = self.micro_batches(tokens, labels, batch.num_supervised, step, positions)
+        return [replace(each, validates=True) for each in batches] if validates else batches
 
     def micro_batches(
         self, tokens: Tensor, labels: Tensor, num_supervised: int, step: int, positions: Tensor | None = None
@@ -111,6 +114,15 @@ class Engine:
         """Run the schedule; gradients are summed over micro-batches and, bucket by bucket, over the data axis. Returns
         this rank's share of the loss (float64)."""
         return self._run(self.pipeline, batches)
+
+    def validate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Run the forwards of the schedule alone, on what `read` gave. Returns this rank's share of the cross-entropy,
+        summed over supervised tokens (float64)."""
+        return self._validation.run(batches)
+
+    @functools.cached_property
+    def _validation(self) -> Pipeline:
+        return self._pipeline_of(forward_only(self.pipeline.schedule))
 
     def run_alone(self, batch: MicroBatch) -> Tensor:
         """`forward_backward` of one micro-batch, as if the step had no other: to find the one that something is wrong

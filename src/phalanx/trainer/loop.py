@@ -16,9 +16,9 @@ from phalanx.trainer.continuation import Continuation
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.guards import Guards
 from phalanx.trainer.optim import clip_coefficient, learning_rate
-from phalanx.trainer.pipeline_parallel import OnAction
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.stop import StopRequest
+from phalanx.trainer.validation import Validation
 from phalanx.trainer.world import World, join
 from phalanx.watch.actions import ActionsWriter
 from phalanx.watch.metrics import AXES, MetricsWriter, StepRecord
@@ -90,9 +90,14 @@ def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     speaks_for_stage = world.coord.data == world.coord.tensor == 0
     actions = ActionsWriter(run_dir.actions(world.rank), job.num_steps, _say) if speaks_for_stage else None
     clock, stop, guards = Clock(world.recorder), StopRequest(), Guards(engine)
+    validation = Validation(engine, source, stop)
     for number in range(done, job.num_steps):
         world.recorder.step = number + 1
         record = step(engine, source, clock, stop, guards, number)
+        if validation.due(number + 1):
+            world.recorder.micro_batch, world.recorder.phase = -1, "validation"
+            record = validation.add_to(record)
+            clock.lap()  # a step's time is its own
         if metrics:
             metrics.write(record)
             _say(record.line(job.num_steps))

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from phalanx.plan.comm import Comm
 from phalanx.plan.traffic import HEAD_ROWS
-from phalanx.trainer.flat import Weight, add_product
+from phalanx.trainer.flat import Weight, accumulation_dtype, add_product
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 
@@ -47,6 +47,33 @@ def head_loss(
     """
     result: Tensor = _HeadLoss.apply(inputs, weight, labels, vocabulary, num_supervised, objective, parallel)
     return result
+
+
+def cross_entropy(
+    inputs: Tensor, weight: Tensor, labels: Tensor, vocabulary: range, parallel: TensorParallel
+) -> Tensor:
+    """Sum over supervised tokens of log Z - z[label], as in `head_loss`, whatever was trained for: a float64 scalar,
+    equal on all ranks. For validation, so without gradients."""
+    inputs, real = parallel.gather(inputs, "head input"), weight[: len(vocabulary)]
+    total = torch.zeros((), dtype=torch.float64, device=inputs.device)
+    for start in range(0, inputs.shape[0], HEAD_ROWS):
+        chunk = slice(start, start + HEAD_ROWS)
+        total += _chunk_cross_entropy(inputs[chunk], real, labels[chunk], vocabulary.start, parallel.comm)
+    return total
+
+
+def _chunk_cross_entropy(inputs: Tensor, weight: Tensor, labels: Tensor, first_row: int, comm: Comm) -> Tensor:
+    scores = (inputs @ weight.t()).to(accumulation_dtype(inputs.dtype))
+    local = labels - first_row
+    here = (labels >= 0) & (local >= 0) & (local < scores.shape[1])
+    local = local.clamp(0, scores.shape[1] - 1).unsqueeze(1)
+    target = torch.where(here, scores.gather(1, local).squeeze(1), 0.0)
+    log_sum = torch.logsumexp(scores, 1)
+    if comm.size > 1:
+        every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
+        comm.all_gather(torch.stack([log_sum, target]).unsqueeze(0), out=every, purpose="loss")
+        log_sum, target = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
+    return torch.where(labels >= 0, log_sum - target, 0.0).sum(dtype=torch.float64)
 
 
 class _HeadLoss(Function):

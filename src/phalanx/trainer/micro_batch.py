@@ -31,7 +31,10 @@ class MicroBatch:
     """What one forward reads. `tokens`, `labels` [sequences, positions] int64, labels negative where not supervised;
     `sequences` [sequences] int64: places in the global batch. `num_supervised` counts the whole global batch, so that
     the losses of all micro-batches of all ranks add up to its mean. `documents`: None where they are joined, so
-    that tokens attend to all before them in the sequence. `step` and `seed` address dropout."""
+    that tokens attend to all before them in the sequence. `step` and `seed` address dropout.
+
+    With `validates` there is no dropout, nothing is kept for a backward, and the loss is the sum of the cross-entropy
+    over supervised tokens."""
 
     tokens: Tensor
     labels: Tensor
@@ -40,6 +43,7 @@ class MicroBatch:
     documents: Documents | None = None
     step: int = 0
     seed: int = 0
+    validates: bool = False
 
 
 def held_places(batch: MicroBatch, parallel: TensorParallel) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ Activations are matrices [tokens, hidden]; tokens run over (sequence, position) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.attention import Attention, rotation_table
 from phalanx.trainer.flat import FlatBuffer, Products, Weight
-from phalanx.trainer.loss import Objective, head_loss
+from phalanx.trainer.loss import Objective, cross_entropy, head_loss
 from phalanx.trainer.micro_batch import MicroBatch, held_places, held_positions
 from phalanx.trainer.recompute import checkpointed
 from phalanx.trainer.tensor_parallel import Again, TensorParallel
@@ -57,6 +57,12 @@ class Watcher(Protocol):
     def after_backward(self, block: Block, *, last: bool) -> None:
         """The backward of `block` has run; with `last`, nothing will be added to its gradients in this step."""
 
+    def before_validation(self, block: Block, following: Block | None) -> None:
+        """`block` runs next, without a backward, then `following` (None: unknown)."""
+
+    def after_validation(self, block: Block) -> None:
+        """`block` has run, and nothing of it is needed any more."""
+
 
 class Dropout:
     """Dropout between half-blocks, on [tokens, hidden] of which this rank may hold a slice."""
@@ -65,7 +71,9 @@ class Dropout:
         self.probability, self.hidden, self.parallel = model.dropout, model.hidden, parallel
 
     def __call__(self, inputs: Tensor, batch: MicroBatch, layer: int, site: str) -> Tensor:
-        """Drop at `site` of `layer`."""
+        """Drop at `site` of `layer`; in validation nothing."""
+        if batch.validates:
+            return inputs
         sequences, rows = held_places(batch, self.parallel)
         key = dropout.site_key(batch.seed, batch.step, layer, site)
         columns = torch.arange(self.hidden, device=inputs.device)
@@ -211,6 +219,9 @@ class Head:
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Loss of `batch`."""
         assert inputs is not None
+        if batch.validates:
+            labels = batch.labels.flatten()
+            return cross_entropy(self.norm(inputs), self.weight.value, labels, self.vocabulary, self.parallel)
         return head_loss(
             self.norm(inputs),
             self.weight,
@@ -225,11 +236,11 @@ class Head:
 class Stage:
     """Blocks in order; what one pipeline coordinate runs of a micro-batch at a time.
 
-    With `recompute`, a layer keeps its input only and runs again in backward.
+    Of the layers numbered in `checkpointed_layers` only the input is kept: they run again in backward.
     """
 
-    def __init__(self, blocks: Sequence[Block], watcher: Watcher, recompute: bool) -> None:
-        self.blocks, self.watcher, self.recompute = tuple(blocks), watcher, recompute
+    def __init__(self, blocks: Sequence[Block], watcher: Watcher, checkpointed_layers: Container[int] = ()) -> None:
+        self.blocks, self.watcher, self.checkpointed_layers = tuple(blocks), watcher, checkpointed_layers
 
     def forward(self, inputs: Tensor | None, batch: MicroBatch, *, last: bool) -> Tensor | None:
         """Run all blocks. A stage without blocks hands its input on.
@@ -242,12 +253,22 @@ class Stage:
             if activations is not None:
                 activations.register_hook(self._backward_passed(index, last))
             self.watcher.before_forward(block, self._block(index + 1))
-            if self.recompute and isinstance(block, Layer):
+            if isinstance(block, Layer) and block.index in self.checkpointed_layers:
                 assert activations is not None
                 activations = checkpointed(functools.partial(block, batch=batch), activations)
             else:
                 activations = block(activations, batch)
             self.watcher.after_forward(block)
+        return activations
+
+    @torch.no_grad()
+    def validate(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor | None:
+        """Run all blocks, and keep nothing for a backward."""
+        activations = inputs
+        for index, block in enumerate(self.blocks):
+            self.watcher.before_validation(block, self._block(index + 1))
+            activations = block(activations, batch)
+            self.watcher.after_validation(block)
         return activations
 
     def backward(self, output: GradientEdge, output_grad: Tensor | None, *, last: bool) -> None:
@@ -301,10 +322,11 @@ def build(
     tied_embedding: FlatBuffer | None,
     watcher: Watcher,
     recompute: Recompute,
+    recomputed_layers: Container[int],
     objective: Objective,
 ) -> Stage:
     """The stage whose blocks' parameters are `buffers`, in order. `tied_embedding`: the embedding's buffer where a tied
-    head shares it on this rank."""
+    head shares it on this rank. `recompute` holds for the layers with the numbers `recomputed_layers`."""
     blocks: list[Block] = []
     rotation: tuple[Tensor, Tensor] | None = None
     for buffer in buffers:
@@ -317,12 +339,10 @@ def build(
         else:
             if rotation is None:
                 rotation = rotation_table(model, seq_len, buffer.parameters.dtype, buffer.parameters.device)
-            blocks.append(
-                Layer(
-                    buffer, int(buffer.layout.name.split(".")[1]), model, parallel, rotation, recompute == "selective"
-                )
-            )
-    return Stage(blocks, watcher, recompute == "full")
+            index = int(buffer.layout.name.split(".")[1])
+            drops = recompute == "selective" and index in recomputed_layers
+            blocks.append(Layer(buffer, index, model, parallel, rotation, drops))
+    return Stage(blocks, watcher, recomputed_layers if recompute == "full" else ())
 
 
 def _vocabulary_leaf(buffer: FlatBuffer) -> Leaf:

@@ -93,15 +93,15 @@ class Pipeline:
 
     def _forward(self, step: _Step, action: Action, inputs: Tensor | None) -> None:
         stage, batch = self.stages[action.chunk], step.batches[action.micro_batch]
-        if inputs is not None:
-            inputs.requires_grad_()
-        last = self.last_to_add[action.chunk]
-        is_last = last.micro_batch == action.micro_batch and last.kind == "backward"
-        output = stage.forward(inputs, batch, last=is_last)
+        if batch.validates:
+            output = stage.validate(inputs, batch)
+        else:
+            last = self.last_to_add[action.chunk]
+            is_last = last.micro_batch == action.micro_batch and last.kind == "backward"
+            output = stage.forward(None if inputs is None else inputs.requires_grad_(), batch, last=is_last)
+            edge = None if output is None or output is inputs else get_gradient_edge(output)
+            step.kept[action.chunk, action.micro_batch] = _Kept(inputs, edge)
         assert output is not None, "a first stage without an embedding"
-        passed_on = output is inputs
-        edge = None if passed_on else get_gradient_edge(output)
-        step.kept[action.chunk, action.micro_batch] = _Kept(inputs, edge)
         gift = self.schedule.gives(self.comm.index, action)
         if gift is None:
             step.loss += output.detach()

@@ -27,6 +27,9 @@ class StepRecord:
     `step_s`: wall seconds from one step's end to the next; `share`: the parts of it that the average rank computed, or
     was blocked in communication of an axis (waiting for a late peer included), adding up to 1. `tokens_per_s` counts
     each token of the global batch once, whatever the layout.
+
+    After some steps, `validation_loss` is the mean cross-entropy over all that is validated on, after the update, and
+    `validation_s` the wall seconds it took, which are no part of `step_s`.
     """
 
     step: int
@@ -38,12 +41,16 @@ class StepRecord:
     tokens_per_s_per_device: float
     share: Mapping[str, float]
     skipped_steps: int = 0
+    validation_loss: float | None = None
+    validation_s: float | None = None
 
     def line(self, num_steps: int) -> str:
         """For the terminal, in aligned columns. An axis with no time at all, as one of size 1, is left out."""
         width = len(str(num_steps))
         parts = [f"{kind} {part:3.0%}" for kind, part in self.share.items() if part]
         parts += [f"skipped ({self.skipped_steps} so far)"] if not self.is_finite else []
+        if self.validation_loss is not None:
+            parts.append(f"validation {self.validation_loss:.4f} in {self.validation_s:.1f} s")
         return (
             f"step {self.step:>{width}}/{num_steps}  loss {self.loss:7.4f}  norm {self.gradient_norm:6.3f}  "
             f"lr {self.learning_rate:.2e}  {self.tokens_per_s:>7,.0f} tokens/s  {self.step_s:6.3f} s  "
@@ -57,15 +64,16 @@ class StepRecord:
 
     def json(self) -> str:
         """One line of JSON; null stands for what is no finite number, since JSON has no word for it."""
-        values = asdict(self)
-        values |= {key: None for key in ("loss", "gradient_norm") if not math.isfinite(values[key])}
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        losses = ("loss", "gradient_norm", "validation_loss")
+        values |= {key: None for key in losses if not math.isfinite(values.get(key, 0.0))}
         return json.dumps(values)
 
     @classmethod
     def of_json(cls, line: str) -> StepRecord:
         """What `json` wrote."""
-        values: dict[str, Any] = json.loads(line)
-        return cls(**{key: math.nan if value is None else value for key, value in values.items()})
+        values: dict[str, Any] = {key: math.nan if value is None else value for key, value in json.loads(line).items()}
+        return cls(**values)
 
 
 class MetricsWriter:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.documents import Documents
-from phalanx.data.samples import Samples, mask_path, split
-from phalanx.data.tokens import TokenFile, TokenWriter
+from phalanx.data.samples import Samples, split
+from phalanx.data.tokens import TokenFile, TokenWriter, mask_path
 from phalanx.errors import DataError
 
 VOCAB = 1000

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.data.samples import mask_path
 from phalanx.data.source import Source
-from phalanx.data.tokens import TokenWriter
+from phalanx.data.tokens import TokenWriter, mask_path
 from phalanx.errors import DataError
 from phalanx.spec.job import DataSet, DataSpec
 

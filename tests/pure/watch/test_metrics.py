@@ -69,6 +69,19 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path):
         read(path)
 
 
+def test_a_step_after_which_was_validated_says_so(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, pytest.fail)
+    validated = replace(record(1), validation_loss=5.25, validation_s=1.5)
+    for entry in (validated, record(2), replace(record(3), validation_loss=math.nan, validation_s=0.5)):
+        writer.write(entry)
+    assert read(path)[:2] == [validated, record(2)]
+    assert math.isnan(read(path)[2].validation_loss)
+    assert "validation_loss" not in json.loads(path.read_text().splitlines()[1])
+    assert "validation 5.2500 in 1.5 s" in validated.line(3)
+    assert "validation" not in record(2).line(3)
+
+
 def test_what_is_no_number_is_null_and_comes_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path, pytest.fail)
