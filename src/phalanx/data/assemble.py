@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,6 @@ from phalanx.data.parts import Part, parts
 from phalanx.data.records import Keys, pieces
 from phalanx.data.tokenize import Counts, Recipe, prefix_of, read_counts
 from phalanx.data.tokenizer import (
-    BYTES,
     END_OF_DOCUMENT,
     end_token,
     load_tokenizer,
@@ -29,8 +28,10 @@ from phalanx.data.tokenizer import (
     train_tokenizer,
 )
 from phalanx.errors import DataError
+from phalanx.units import format_seconds
 
 TRAINING_BYTES = 32 << 20  # a tokenizer learns no more from more text
+TELL_EVERY_S = 30.0
 
 
 def assemble(
@@ -50,7 +51,7 @@ def assemble(
         end = END_OF_DOCUMENT if wish.tokenizer is None else end_token(tokenizer, tokenizer_file, wish.end_token)
         recipe = Recipe(
             tokenizer=aside / "tokenizer.json",
-            is_bytes=wish.tokenizer == BYTES,
+            is_bytes=wish.tokenizer is not None and tokenizer_file is None,
             specials_are_text=wish.tokenizer is None,
             keys=wish.keys,
             end_id=tokenizer.get_vocab()[end],
@@ -121,11 +122,31 @@ def _tokenize(
     if len(todo) < len(work):
         say(console, f"data: {len(work) - len(todo):,} of {len(work):,} parts were finished before; going on")
     num_bytes = sum(part.num_bytes for part in todo.values())
-    task, began = progress.add_task("data: tokenizing", total=num_bytes), time.monotonic()
+    began = time.monotonic()
     if todo:
-        tokenize(todo, recipe, folder, num_workers, lambda read: progress.advance(task, read))
+        tokenize(todo, recipe, folder, num_workers, _teller(num_bytes, console, progress))
     bytes_per_s = num_bytes / (time.monotonic() - began)
     return [found for number in range(len(work)) if (found := read_counts(folder, number))], bytes_per_s
+
+
+def _teller(num_bytes: int, console: Console, progress: Progress) -> Callable[[float], None]:
+    """Moves the bar on by the bytes it is told; where there is none, says now and then how far the work has come."""
+    task = progress.add_task("data: tokenizing", total=num_bytes)
+    began = last = time.monotonic()
+    so_far = 0.0
+
+    def tell(read: float) -> None:
+        nonlocal last, so_far
+        so_far += read
+        progress.advance(task, read)
+        now = time.monotonic()
+        if so_far and not console.is_terminal and now - last > TELL_EVERY_S:
+            last, speed = now, so_far / (now - began)
+            left_s = (num_bytes - so_far) / speed
+            done = f"{so_far / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB"
+            say(console, f"data: {done}, {speed / 1e6:.1f} MB/s, {format_seconds(left_s)} left")
+
+    return tell
 
 
 def _rename(aside: Path, folder: Path) -> None:

@@ -60,6 +60,10 @@ def build(wish: Wish, folder: Path, console: Console | None = None, num_workers:
     holds something else; RunError if a worker is killed.
     """
     console = console or Console(stderr=True)
+    if folder.name in ("", ".."):
+        raise DataError(f'"{folder}" names no folder to build', where="--out", instead="the name of a new folder")
+    if wish.text_key == wish.prompt_key:
+        raise DataError(f'both are "{wish.text_key}"', where="--text-key and --prompt-key", instead="two keys")
     tokenizer = _tokenizer_file(wish)
     files = find(wish.inputs)
     check_keys(files, wish.keys)

@@ -61,9 +61,11 @@ def _paths(name: str) -> list[Path]:
         sources = (path for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
         found = [path for path in sources if not NOT_TEXT.intersection(path.relative_to(root).parts)]
         return _sorted(found)
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return _folder(Path(name))
-    matches = [name] if Path(name).exists() else glob.glob(name, recursive=True)  # a file's own name may hold brackets
+    matches = (
+        [name] if name and Path(name).exists() else glob.glob(name, recursive=True)
+    )  # a file's own name may hold brackets
     found = [path for path in map(Path, matches) if path.is_file()]
     if not found:
         advice = (

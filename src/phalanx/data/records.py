@@ -81,6 +81,9 @@ def check_keys(files: Sequence[InputFile], keys: Keys) -> None:
         span = Span(file=file, num_bytes=file.num_bytes)
         if file.kind == "json lines":
             next(_json_lines(span, keys), None)
+        elif file.kind == "text" and keys.prompt is not None:
+            advice = "JSON lines, Parquet or Arrow, whose records hold both"
+            raise DataError("is a text, which has no prompt (--prompt-key)", where=str(file.path), instead=advice)
         elif file.kind != "text":
             names = column_names(file.path)
             for key in keys.names:

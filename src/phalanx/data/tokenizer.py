@@ -47,7 +47,7 @@ def find_tokenizer(name: str) -> Path | None:
         for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"):
             if (path / file).is_file():
                 return path / file
-        raise DataError("holds no tokenizer", where=name, instead=FORMS)
+        raise DataError("holds no tokenizer", where=str(path), instead=FORMS)
     if path.is_file():
         return path.with_name("vocab.json") if path.name == "merges.txt" else path
     if name == BYTES:

@@ -261,3 +261,10 @@ def test_given_special_tokens_are_tokens_and_a_given_tokenizer_goes_along(tmp_pa
     prefix = build(Wish(inputs=(f"{tmp_path}/a.jsonl",), tokenizer=str(tmp_path)), tmp_path / "out", QUIET)
     assert TokenFile(prefix).read(0, 4).tolist() == [97, 257, 98, 256]
     assert Tokenizer.from_file(str(prefix.with_name("tokenizer.json"))).to_str() == given.to_str()
+
+
+def test_logs_tell_how_far_the_work_has_come(tmp_path: Path, books: list[dict], capsys, monkeypatch):
+    monkeypatch.setattr(assemble, "TELL_EVERY_S", 0.0)
+    command = ["data", "build", f"{tmp_path}/a.jsonl", "--tokenizer", "bytes", "-o", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert "0 of 0 MB" in (said := capsys.readouterr().err) and "left" in said
