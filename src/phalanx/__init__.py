@@ -1,7 +1,8 @@
 """Phalanx plans, runs and checks the training of transformers over tensor, pipeline and data axes.
 
 The names below are public: what a run file holds, what a plan is made of, and the functions between them. Each is
-loaded when it is first asked for, so that importing the package costs nothing; none of them loads torch.
+loaded when it is first asked for, so that importing the package costs nothing; only those that train a module of one's
+own (docs/own-models.md) load torch.
 """
 
 from importlib import import_module
@@ -12,8 +13,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "phalanx.errors": ("CheckFailed", "InputError", "PhalanxError", "Problem", "RunError"),
     "phalanx.launch.local": ("start",),
+    "phalanx.own.prepare": ("prepare",),
+    "phalanx.own.whole": ("module_weights",),
     "phalanx.plan.groups": ("groups",),
     "phalanx.plan.layout": ("Coord", "Layout"),
+    "phalanx.plan.module": ("ModulePlan",),
     "phalanx.plan.plan": ("Plan", "Prediction"),
     "phalanx.plan.schedule": ("Schedule", "schedule"),
     "phalanx.plan.shards": ("Buffer", "rank_buffers"),
@@ -21,7 +25,7 @@ _HOMES = {
     "phalanx.planner.search": ("predict", "search"),
     "phalanx.rundir": ("RunDir",),
     "phalanx.spec.cluster": ("ClusterSpec",),
-    "phalanx.spec.job": ("JobSpec",),
+    "phalanx.spec.job": ("CheckpointSpec", "JobSpec", "OptimizerSpec"),
     "phalanx.spec.load": ("load",),
     "phalanx.spec.model": ("ModelSpec",),
     "phalanx.studies.verify": ("verify",),

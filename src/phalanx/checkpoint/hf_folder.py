@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.checkpoint import dcp
 from phalanx.checkpoint.hf_names import EMBEDDING, GPT2_PREFIX, HEAD, places, shapes
-from phalanx.checkpoint.tensor_file import DTYPES, Piece
+from phalanx.checkpoint.tensor_file import FLOATS, Piece
 from phalanx.errors import CheckpointError, DamagedCheckpointError, Problem
 from phalanx.plan.shards import Rectangle
 from phalanx.spec.model import ModelSpec
@@ -96,8 +96,8 @@ class Folder:
                 yield f"unexpected: {name} {there}, which this model does not have", ""
         elif tuple(there) != shape:
             yield f"wrong shape: {name} is {there} in the folder and {list(shape)} in the model", ""
-        if dtype not in DTYPES:
-            yield f"{name} is of type {dtype}", f"weights that are not quantised: {', '.join(DTYPES)}"
+        if dtype not in FLOATS:
+            yield f"{name} is of type {dtype}", f"weights that are not quantised: {', '.join(FLOATS)}"
 
     def _equal(self, one: str, other: str) -> bool:
         rows, columns = self._slices[other].get_shape()

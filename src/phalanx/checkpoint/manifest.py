@@ -32,7 +32,7 @@ PLAN = "plan.json"
 BLOCK_BYTES = 2**20
 """About so many bytes have one checksum: small enough to read a part of a tensor, large enough to list."""
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 """Bytes of an element, by the safetensors format's names of types."""
 
 

@@ -50,20 +50,20 @@ def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
 
 def check_tensors(manifest: Manifest, plan: Plan | ModulePlan, pieces: Iterable[Piece], where: str) -> None:
     """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
-    dtypes = {piece.kind: DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
-    expected = expected_tensors(plan, dtypes)
+    dtypes = {(piece.kind, piece.parameter.name): DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
+    expected = expected_tensors(plan, dict.fromkeys(kind for kind, _ in dtypes))
     stored: dict[tuple[str, str], Stored] = {(entry.kind, entry.name): entry for entry in manifest.tensors}
     kinds = {kind for kind, _ in stored}
-    if kinds == {"weight"} != set(dtypes):
+    if kinds == {"weight"} != set(expected):
         instead = f'checkpoint.init_from = "{where}" starts with its weights'
         raise CheckpointError("holds weights alone, nothing to go on from", where=where, instead=instead)
     problems = []
-    for kind, dtype in dtypes.items():
+    for kind, tensors in expected.items():
         if kind not in kinds:
-            problems.append(f"missing: {kind} of all {len(expected[kind])} tensors")
+            problems.append(f"missing: {kind} of all {len(tensors)} tensors")
             continue
-        for name, parameter in expected[kind].items():
-            problems += _differences(kind, parameter, dtype, stored.get((kind, name)))
+        for name, parameter in tensors.items():
+            problems += _differences(kind, parameter, dtypes.get((kind, name)), stored.get((kind, name)))
     for kind, name in stored:
         if name not in expected.get(kind, ()):
             problems.append(f"unexpected: {kind} of {name}, which this run does not have")
@@ -71,13 +71,14 @@ def check_tensors(manifest: Manifest, plan: Plan | ModulePlan, pieces: Iterable[
         raise CheckpointError([Problem(what=problem, where=where) for problem in problems])
 
 
-def _differences(kind: str, parameter: Parameter, dtype: str, entry: Stored | None) -> list[str]:
+def _differences(kind: str, parameter: Parameter, dtype: str | None, entry: Stored | None) -> list[str]:
+    """`dtype`: what it is on this rank, if this rank holds some of it."""
     name = f"{kind} of {parameter.name}"
     if entry is None:
         return [f"missing: {name}"]
     found = []
     if entry.shape != parameter.shape:
         found.append(f"wrong shape: {name} is {list(entry.shape)} in the checkpoint and {list(parameter.shape)} here")
-    if entry.dtype != dtype:
+    if dtype and entry.dtype != dtype:
         found.append(f"wrong type: {name} is {entry.dtype} in the checkpoint and {dtype} here (job.precision)")
     return found

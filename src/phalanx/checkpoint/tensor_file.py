@@ -23,7 +23,8 @@ from phalanx.checkpoint.disk import start_writing
 from phalanx.checkpoint.manifest import ITEM_BYTES, Stored, StoredFile, block_rows
 from phalanx.plan.shards import Parameter, Rectangle
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _HEADER_ALIGNMENT = 64

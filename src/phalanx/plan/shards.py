@@ -180,7 +180,7 @@ def padded_vocab(model: ModelSpec, tensor: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
+class Draft:
     """A piece before it has its place in a buffer; `copies` decides its part."""
 
     leaf: str
@@ -197,11 +197,11 @@ class _Cutter:
         self.model, self.size, self.index = model, layout.tensor, coord.tensor
         self.kv_copies = kv_copies(model, layout.tensor)
 
-    def whole(self, leaf: str, parameter: Parameter) -> _Draft:
+    def whole(self, leaf: str, parameter: Parameter) -> Draft:
         box = Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape)
-        return _Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=parameter.shape, copies="tensor")
+        return Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=parameter.shape, copies="tensor")
 
-    def cut(self, leaf: str, parameter: Parameter, dim: int, *, copies: int = 1) -> _Draft:
+    def cut(self, leaf: str, parameter: Parameter, dim: int, *, copies: int = 1) -> Draft:
         """Cut evenly along `dim` over the tensor axis, `copies` neighbours sharing one slice."""
         size = parameter.shape[dim] * copies // self.size
         first = self.index // copies * size
@@ -209,24 +209,24 @@ class _Cutter:
         start[dim], stop[dim] = first, first + size
         box = Rectangle(start=tuple(start), stop=tuple(stop))
         kind: Copies = "kv" if copies > 1 else "none"
-        return _Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=box.shape, copies=kind)
+        return Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=box.shape, copies=kind)
 
-    def vocabulary(self, leaf: str, name: str, *, copies: Copies = "none") -> _Draft:
+    def vocabulary(self, leaf: str, name: str, *, copies: Copies = "none") -> Draft:
         model = self.model
         rows = padded_vocab(model, self.size) // self.size
         first = min(self.index * rows, model.vocab)
         box = Rectangle(start=(first, 0), stop=(min(first + rows, model.vocab), model.hidden))
         parameter = Parameter(name=name, shape=(model.vocab, model.hidden), std=model.init_std)
-        return _Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=(rows, model.hidden), copies=copies)
+        return Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=(rows, model.hidden), copies=copies)
 
-    def norm(self, leaf: str, name: str) -> list[_Draft]:
+    def norm(self, leaf: str, name: str) -> list[Draft]:
         shape = (self.model.hidden,)
         drafts = [self.whole(leaf, Parameter(name=f"{name}.weight", shape=shape, constant=1.0))]
         if self.model.norm == "layernorm":
             drafts.append(self.whole(f"{leaf}_bias", Parameter(name=f"{name}.bias", shape=shape)))
         return drafts
 
-    def column(self, leaf: str, name: str, rows: int, *, bias: bool, copies: int = 1) -> list[_Draft]:
+    def column(self, leaf: str, name: str, rows: int, *, bias: bool, copies: int = 1) -> list[Draft]:
         """A linear layer whose output is cut over the tensor axis."""
         weight = Parameter(name=f"{name}.weight", shape=(rows, self.model.hidden), std=self.model.init_std)
         drafts = [self.cut(leaf, weight, 0, copies=copies)]
@@ -234,7 +234,7 @@ class _Cutter:
             drafts.append(self.cut(f"{leaf}_bias", Parameter(name=f"{name}.bias", shape=(rows,)), 0, copies=copies))
         return drafts
 
-    def row(self, leaf: str, name: str, columns: int) -> list[_Draft]:
+    def row(self, leaf: str, name: str, columns: int) -> list[Draft]:
         """A linear layer whose input is cut over the tensor axis and whose output is summed. Its std shrinks with
         depth, so that the residual stream keeps its scale (GPT-2 paper, 2.3)."""
         std = self.model.init_std / math.sqrt(2 * self.model.num_layers)
@@ -244,7 +244,7 @@ class _Cutter:
             drafts.append(self.whole(f"{leaf}_bias", Parameter(name=f"{name}.bias", shape=(self.model.hidden,))))
         return drafts
 
-    def layer(self, index: int) -> list[_Draft]:
+    def layer(self, index: int) -> list[Draft]:
         model, at = self.model, f"model.layers.{index}"
         if model.num_experts:
             raise LayoutError(f"{model.name} has experts: such models can be planned, not yet trained")
@@ -261,7 +261,7 @@ class _Cutter:
         drafts += self.norm("norm1", f"{at}.input_layernorm")
         return drafts + self.norm("norm2", f"{at}.post_attention_layernorm")
 
-    def embedding(self) -> list[_Draft]:
+    def embedding(self) -> list[Draft]:
         model = self.model
         drafts = [self.vocabulary("tokens", "model.embed_tokens.weight")]
         if model.positions == "learned":
@@ -270,7 +270,7 @@ class _Cutter:
             drafts.append(self.whole("positions", positions))
         return drafts
 
-    def head(self, *, copy: bool) -> list[_Draft]:
+    def head(self, *, copy: bool) -> list[Draft]:
         drafts = self.norm("norm", "model.norm")
         if copy:
             drafts.append(self.vocabulary("head", "model.embed_tokens.weight", copies="tied"))
@@ -279,7 +279,7 @@ class _Cutter:
         return drafts
 
 
-def _place(name: str, drafts: Sequence[_Draft], layout: Layout, coord: Coord, num_kv_copies: int) -> Buffer:
+def place(name: str, drafts: Sequence[Draft], layout: Layout, coord: Coord, num_kv_copies: int = 1) -> Buffer:
     """Lay drafts into one buffer: sorted into parts (decayed first, cut before copied), leaves kept together."""
     counted = {
         "none": True,
@@ -288,7 +288,7 @@ def _place(name: str, drafts: Sequence[_Draft], layout: Layout, coord: Coord, nu
         "tied": False,
     }
     order = list(counted)
-    by_part: dict[tuple[bool, Copies], list[_Draft]] = {}
+    by_part: dict[tuple[bool, Copies], list[Draft]] = {}
     for draft in drafts:
         by_part.setdefault((draft.parameter.decayed, draft.copies), []).append(draft)
     leaves, parts, offset = [], [], 0
@@ -318,13 +318,13 @@ def stage_buffers(model: ModelSpec, layout: Layout, coord: Coord, stage: Stage) 
     A tied head that lives on the same pipeline rank as the embedding has no weight of its own in the head's buffer.
     """
     cutter = _Cutter(model, layout, coord)
-    blocks: list[tuple[str, list[_Draft]]] = []
+    blocks: list[tuple[str, list[Draft]]] = []
     if stage.embedding:
         blocks.append(("embedding", cutter.embedding()))
     blocks += [(f"layers.{index}", cutter.layer(index)) for index in stage.layers]
     if stage.head:
         blocks.append(("head", cutter.head(copy=head_copies_embedding(model, layout))))
-    return tuple(_place(name, drafts, layout, coord, cutter.kv_copies) for name, drafts in blocks)
+    return tuple(place(name, drafts, layout, coord, cutter.kv_copies) for name, drafts in blocks)
 
 
 def rank_stages(model: ModelSpec, layout: Layout, coord: Coord, seq_len: int) -> tuple[Stage, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from phalanx.checkpoint.saver import Saver
@@ -11,17 +11,24 @@ from phalanx.checkpoint.weights import initialize
 from phalanx.errors import CheckpointError, RunError
 from phalanx.rundir import RunDir
 from phalanx.trainer.engine import Engine
-from phalanx.trainer.state import state
+from phalanx.trainer.state import StatePiece, state
 
 
 class Continuation:
     """Saves the engine's state as `job.checkpoint` says; all ranks make the same calls, rank 0 `say`s what happens."""
 
-    def __init__(self, engine: Engine, run_dir: RunDir, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        run_dir: RunDir,
+        say: Callable[[str], None],
+        pieces: Iterable[StatePiece] | None = None,
+    ) -> None:
+        """`pieces`: what to keep, if it is not just the engine's weights and optimizer state."""
         self._engine, self._run_dir = engine, run_dir
         self._job, self._world = engine.plan.job, engine.comm("world")
         self._say = say if self._world.index == 0 else lambda line: None
-        self._pieces = list(state(engine))
+        self._pieces = list(state(engine) if pieces is None else pieces)
         self._saver = Saver(run_dir, engine.plan, self._pieces, self._world, say=say, device=engine.device)
         self._restored = 0
 
@@ -44,6 +51,10 @@ class Continuation:
             raise CheckpointError(what, where=str(loaded.path), instead="set job.global_batch as it was")
         engine.optimizer.num_steps = loaded.extra["optimizer_steps"]
         engine.publish()
+        if engine.data.lossy:
+            self._say(
+                f"errors of the {engine.plan.layout.reduce} reduction are not part of checkpoints: they begin anew"
+            )
         self._restored = loaded.step
         if loaded.step >= job.num_steps:
             self._say(f"already at step {loaded.step} of {job.num_steps}: raise job.num_steps to train on")

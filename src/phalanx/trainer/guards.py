@@ -43,8 +43,10 @@ class Guards:
         if self._job.on_non_finite == "skip" and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
             self._in_a_row += 1
             self.num_skipped += 1
+            if self._engine.data.lossy:
+                self._engine.data.lossy.forget()
             return False
-        found = _shared_texts(self._engine, _not_finite(self._engine))
+        found = shared_texts(self._engine, _not_finite(self._engine))
         raise RunError(
             f"loss {loss} and gradient norm {norm} are not both finite numbers: {found}; {self._culprit(batches)}. "
             + (
@@ -61,7 +63,7 @@ class Guards:
         for number, batch in enumerate(batches):
             loss = self._engine.run_alone(batch)
             if not all(map(math.isfinite, self._engine.totals(loss)[:2])):
-                where = _shared_texts(self._engine, f"loss {loss.item()}" if not loss.isfinite() else "")
+                where = shared_texts(self._engine, f"loss {loss.item()}" if not loss.isfinite() else "")
                 return f"it comes from micro-batch {number}" + (f" ({where})" if where else "")
         return "no micro-batch does so when it runs alone once more, as after a fault of the hardware"
 
@@ -84,7 +86,7 @@ class Guards:
         num_found = torch.tensor([float(bool(text))], device=self._engine.device)
         self._engine.comm("world").all_reduce(num_found, purpose="check of copies")
         if num_found.item():
-            found = _shared_texts(self._engine, text)
+            found = shared_texts(self._engine, text)
             raise RunError(
                 f"after step {step}, copies that should be equal are not: {found}. They are compared every "
                 f"{self._job.check_copies_every_steps} steps: what was trained since the time before is doubtful"
@@ -158,7 +160,7 @@ def checksum(values: Tensor) -> Tensor:
     return total
 
 
-def _shared_texts(engine: Engine, mine: str) -> str:
+def shared_texts(engine: Engine, mine: str) -> str:
     """What each rank has to say, said by all of them: each has a few words for this rare case, "" says nothing."""
     world = engine.comm("world")
     coded = mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)

@@ -27,6 +27,7 @@ from phalanx.plan.comm import Comm, Group
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.module import ModulePlan
 from phalanx.plan.plan import Plan
+from phalanx.plan.schedule import Action
 from phalanx.rundir import RunDir
 from phalanx.trainer.comm import GroupComm, SoloComm, Transport
 from phalanx.trainer.neighbours import Listener, Neighbours
@@ -67,6 +68,10 @@ class World:
         """This rank's Comm of the group `name`."""
         return self._comms.get(name) or SoloComm(Group(name=name, ranks=(self.rank,)))
 
+    def follow(self, action: Action) -> None:
+        """Keep the recorder informed of what this rank is about to do."""
+        self.recorder.micro_batch, self.recorder.phase = action.micro_batch, action.kind
+
     def close(self) -> None:
         """Leave all groups: the others see that this rank is done, not dead. Call it only at a good end."""
         for comm in self._comms.values():
@@ -75,6 +80,7 @@ class World:
             self._neighbours.close()
         if self.recorder.ring:
             self.recorder.ring.close()
+            self.recorder.ring = None
         self._comms, self._neighbours, self._store = {}, None, None
 
 

@@ -1,0 +1,173 @@
+"""ModuleStage: a module, or a part of one, as the pipeline executes it (trainer.model.Stage)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from phalanx.errors import InputError
+from phalanx.own.completion import Completion
+from phalanx.own.linear import write_products
+from phalanx.own.nest import Nest, cast_floats, tensors
+from phalanx.own.units import Unit
+from phalanx.trainer.data_parallel import DataParallel
+from phalanx.trainer.flat import Products, accumulation_dtype
+
+Loss: TypeAlias = "Callable[[Nest, Nest], Tensor | tuple[Tensor, int | Tensor]]"
+"""What is trained: of a module's output and the micro-batch, a mean over its samples; or a sum, and over how many items
+(tokens, pixels …) the mean shall go."""
+
+Forward: TypeAlias = Callable[[nn.Module, Nest], Nest]
+"""How a module is called: its output, of the module and the micro-batch."""
+
+
+def call(module: nn.Module, batch: Nest) -> Nest:
+    """The usual ways: a mapping becomes keywords, of several things the first is the input, else it is all."""
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(batch[0]) if isinstance(batch, (tuple, list)) else module(batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleBatch:
+    """One micro-batch of any kind, and the loss to take of it. `seed`: of what torch draws in it (run, step, position
+    of the micro-batch in the global batch), so that all layouts with the same micro-batches draw the same."""
+
+    values: Nest
+    loss: Loss
+    seed: tuple[int, int, int] = (0, 0, 0)
+    validates: bool = False
+
+
+class Tally:
+    """How many items this rank's losses went over, float64: what sums are divided by once all ranks' are known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+
+    def take(self, output: Nest, batch: ModuleBatch) -> Tensor:
+        """The sum of the loss over the items of a micro-batch."""
+        loss = batch.loss(output, batch.values)
+        if isinstance(loss, tuple):
+            total, count = loss
+        else:
+            count = _num_samples(batch.values)
+            total = loss * count
+        _check_scalar(total)
+        self.count += count
+        return total
+
+
+@contextmanager
+def drawing(seed: Sequence[int]) -> Iterator[None]:
+    """What torch draws in here begins with `seed`; outside nobody notices."""
+    key = hashlib.blake2b(repr(tuple(seed)).encode(), digest_size=8).digest()
+    with torch.random.fork_rng():
+        torch.manual_seed(int.from_bytes(key, "little") >> 1)
+        yield
+
+
+def _check_scalar(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        instead = "return a scalar tensor, the mean over samples, or a pair: the sum, and the number of its items"
+        raise InputError(f"the loss is {found}", where="loss", instead=instead)
+
+
+def _num_samples(batch: Nest) -> int:
+    sizes = [tensor.shape[0] for tensor in tensors(batch) if tensor.dim()]
+    if not sizes:
+        raise InputError("the micro-batch holds no tensor", where="loss", instead="return a sum and a number of items")
+    return sizes[0]
+
+
+class ModuleStage:
+    """The whole module. It is called as the user says; hooks tell data parallelism what runs."""
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], data: DataParallel, forward: Forward, tally: Tally, scale: float
+    ) -> None:
+        """`scale`: what each loss is multiplied by before backward."""
+        self.module, self.blocks, self.watcher = module, tuple(units), data
+        self.completion = Completion(units, data)
+        write_products(module, self.completion.targets())
+        self._forward, self._tally, self._scale = forward, tally, scale
+        self._compute = next((unit.buffer.parameters.dtype for unit in units), torch.float32)
+        if data.zero == 3:
+            self._gather_by_hooks()
+
+    def forward(self, inputs: Tensor | None, batch: ModuleBatch, *, last: bool) -> Tensor:
+        """The scaled loss of a micro-batch."""
+        with drawing(batch.seed):
+            return self._loss(batch) * self._scale
+
+    def validate(self, inputs: Tensor | None, batch: ModuleBatch) -> Tensor:
+        """The loss of a micro-batch, summed over its items, without a backward to come."""
+        with torch.no_grad():
+            return self._loss(batch)
+
+    def _loss(self, batch: ModuleBatch) -> Tensor:
+        output = self._forward(self.module, cast_floats(batch.values, self._compute))
+        return self._tally.take(cast_floats(output, accumulation_dtype(self._compute)), batch)
+
+    def backward(self, output: GradientEdge, output_grad: Tensor | None, *, last: bool) -> None:
+        """Run backward from what `forward` returned."""
+        self.completion.begin(last=last)
+        for unit in self.blocks:
+            if unit.module is None:
+                self.completion.open(unit)
+        torch.autograd.backward(output, output_grad)
+        self.completion.end()
+
+    def postpone(self) -> None:
+        """From now on, keep what gradients of linear layers need instead of computing them."""
+        for unit in self.blocks:
+            unit.buffer.postponed.products = []
+
+    def postponed(self) -> Products:
+        """End `postpone`, and hand over what was kept, in the order of backward."""
+        products: Products = []
+        for unit in reversed(self.blocks):
+            products += unit.buffer.postponed.products or []
+            unit.buffer.postponed.products = None
+        return products
+
+    def _gather_by_hooks(self) -> None:
+        """Each element's parameters are whole while it runs, those of the rest while the module does."""
+        for index, unit in enumerate(self.blocks):
+            following = self.blocks[index + 1] if index + 1 < len(self.blocks) else None
+            if following is not None and following.module is None:
+                following = None
+            module = self.module if unit.module is None else unit.module
+            # The rest surrounds the elements, which a Sequential that is the module itself runs in its own forward.
+            module.register_forward_pre_hook(functools.partial(self._before, unit, following), prepend=True)
+            module.register_forward_hook(functools.partial(self._after, unit))
+
+    def _before(self, unit: Unit, following: Unit | None, module: nn.Module, arguments: Any) -> None:
+        recomputes = self.completion.running  # what follows then is not the next element
+        self.watcher.before_validation(unit, None if recomputes else following)
+
+    def _after(self, unit: Unit, module: nn.Module, arguments: Any, output: Nest) -> None:
+        self.watcher.after_validation(unit)
+        if unit.module is None or not torch.is_grad_enabled():
+            return
+        passed = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if not passed:
+            raise InputError(
+                f"{unit.name} returns a {type(output).__name__} without a tensor that leads to its gradients",
+                where="layout.zero",
+                instead="return tensors in tuples, lists, dicts or dataclasses, or use zero = 2 or less",
+            )
+        for tensor in passed:
+            tensor.register_hook(functools.partial(self._passed, unit))
+
+    def _passed(self, unit: Unit, gradient: Tensor) -> None:
+        self.completion.open(unit)

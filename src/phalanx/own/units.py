@@ -1,0 +1,119 @@
+"""Units: the parameters of a module that are reduced together and, under ZeRO 3, gathered together.
+
+The elements of the outermost ModuleLists and Sequentials are units, and all other parameters are one more, "rest". A
+parameter that several units share belongs to the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.module import ModuleTensor
+from phalanx.plan.shards import Buffer, Draft, Rectangle, place
+from phalanx.trainer.flat import FlatBuffer, Weight
+
+REST = "rest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What is to become a unit: the trained parameters of `module`, by name; None stands for those of no element."""
+
+    name: str
+    module: nn.Module | None
+    parameters: dict[str, nn.Parameter]
+
+
+def shares(module: nn.Module) -> list[Share]:
+    """The units of a module in the order in which it registers them, the rest last; those without trained parameters
+    are left out."""
+    elements = dict(outermost(module))
+    owners: dict[nn.Parameter, set[str]] = {}
+    for name, element in elements.items():
+        for parameter in element.parameters():
+            owners.setdefault(parameter, set()).add(name)
+    members: dict[str, dict[str, nn.Parameter]] = {name: {} for name in (*elements, REST)}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            owner = owners.get(parameter, set())
+            members[owner.pop() if len(owner) == 1 else REST][name] = parameter
+    return [Share(name=name, module=elements.get(name), parameters=held) for name, held in members.items() if held]
+
+
+def outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The elements of the outermost lists, by name."""
+    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for name, child in module.named_children():
+        if listed:
+            yield prefix + name, child
+        else:
+            yield from outermost(child, f"{prefix}{name}.")
+
+
+def named_tensors(module: nn.Module) -> list[ModuleTensor]:
+    """All tensors of a module that last: its parameters, each once, and its persistent buffers."""
+    found = [
+        ModuleTensor(name=name, shape=tuple(tensor.shape), role="trained" if tensor.requires_grad else "frozen")
+        for name, tensor in module.named_parameters()
+    ]
+    return found + [
+        ModuleTensor(name=name, shape=tuple(tensor.shape), role="buffer") for name, tensor in buffers(module).items()
+    ]
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers of a module, by name."""
+    lasting = set(module.state_dict(keep_vars=True))
+    return {name: tensor for name, tensor in module.named_buffers() if name in lasting}
+
+
+def flat_layout(share: Share, layout: Layout, coord: Coord) -> Buffer:
+    """How the parameters of a unit lie in its flat buffer."""
+    drafts = []
+    for name, tensor in share.parameters.items():
+        parameter = ModuleTensor(name=name, shape=tuple(tensor.shape)).parameter
+        box = Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape)
+        drafts.append(Draft(leaf=name, parameter=parameter, rectangle=box, shape=parameter.shape))
+    return place(share.name, drafts, layout, coord)
+
+
+@dataclass(slots=True)
+class Held:
+    """A parameter, and where its value and its gradient lie in the flat buffer, in its own shape."""
+
+    name: str
+    parameter: nn.Parameter
+    weight: Weight
+
+    @property
+    def gradient(self) -> Tensor:
+        """The view that gradients are accumulated in."""
+        return self.weight.grad.view(self.parameter.shape)
+
+
+class Unit:
+    """A unit on this rank: a link of a stage, as data parallelism sees it (trainer.model.Block)."""
+
+    backward_within_forward = False
+
+    def __init__(self, share: Share, layout: Buffer, compute: torch.dtype, device: torch.device) -> None:
+        self.name, self.module = share.name, share.module
+        self.buffer = FlatBuffer(layout, compute, device)
+        self.reads = self.reads_in_backward = (self.buffer,)
+        self.held = tuple(
+            Held(name, parameter, self.buffer.weights[name]) for name, parameter in share.parameters.items()
+        )
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Move the parameters into the flat buffer. They stay the same objects, with a version counter of their own:
+        when ZeRO 3 gathers values, what autograd has saved of them stays valid."""
+        for held in self.held:
+            view = held.weight.value.view(held.parameter.shape)
+            view.copy_(held.parameter)
+            held.parameter.data = view
