@@ -20,6 +20,8 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, is_bytes: bool) -> None:
+        tokenizer.no_truncation()  # files from the hub often hold the limits of the model's inputs
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._is_bytes = is_bytes
         self.begin = [] if is_bytes else self._template()

@@ -203,6 +203,14 @@ def test_a_template_begins_documents_and_does_not_end_them():
     assert encoder.begin == [2] and encoder.encode([Piece("a a", True, True, True, 1.0)]) == [[1, 1]]
 
 
+def test_limits_of_a_models_inputs_do_not_cut_documents():
+    tokenizer = word_tokenizer("<unk>", "a", "b")
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    pieces = [Piece(text, True, True, True, 1.0) for text in ("a b a b", "a")]
+    assert Encoder(tokenizer, is_bytes=False).encode(pieces) == [[1, 2, 1, 2], [1]]
+
+
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json: is not a tokenizer"):
