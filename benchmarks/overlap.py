@@ -1,0 +1,258 @@
+"""The seconds that overlap hides between two hosts, axis by axis: `python benchmarks/overlap.py` (root, `ip`, `tc`).
+
+Two hosts of `benchmarks/hosts.py` train one small model; each case has a link on which its messages take about as long
+as half its compute. Contenders take turns, round by round; the best step of each counts, since other programs only ever
+make one slower. "without" is the same engine over Comms that begin no call before its result is needed; "fast link" is
+what a step takes where messages take no time: the share is what was hidden of all that could be.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from crew import Contender, Steps, take_turn
+from hosts import Hosts, hosts, why_not
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.plan.comm import Comm, Group, Work
+from phalanx.plan.groups import groups
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.spec.cluster import ClusterSpec, Device, Link
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+from phalanx.trainer.comm import SoloComm
+from phalanx.trainer.engine import Engine
+from phalanx.trainer.process import keep_freed_memory
+from phalanx.trainer.recorder import Recorder
+from phalanx.trainer.world import connect
+from phalanx.units import format_seconds
+
+MODEL = ModelSpec(
+    name="benchmark",
+    num_layers=4,
+    hidden=256,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=32,
+    ffn=768,
+    vocab=1024,
+    max_seq_len=256,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rope",
+    tied=False,
+)
+SEQ_LEN, GLOBAL_BATCH = 256, 8
+FAST = 40e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One kind of overlap: `layout` on two hosts, with one rank each unless it has four."""
+
+    name: str
+    layout: Layout
+    bits_per_s: float
+
+
+CASES = (
+    Case(name="gradients, data 2", layout=Layout(data=2, micro_batch=4, bucket_bytes=2**20), bits_per_s=400e6),
+    Case(name="gradients, ZeRO 2", layout=Layout(data=2, micro_batch=4, zero=2), bits_per_s=200e6),
+    Case(name="gradients and parameters, ZeRO 3", layout=Layout(data=2, micro_batch=4, zero=3), bits_per_s=300e6),
+    Case(name="pipeline 2, 1F1B", layout=Layout(pipeline=2, micro_batch=1), bits_per_s=100e6),
+    Case(name="tensor 2", layout=Layout(tensor=2, micro_batch=4), bits_per_s=800e6),
+    Case(name="tensor 2, 2 chunks", layout=Layout(tensor=2, micro_batch=4, tensor_overlap_chunks=2), bits_per_s=800e6),
+    Case(name="tensor 2, 4 chunks", layout=Layout(tensor=2, micro_batch=4, tensor_overlap_chunks=4), bits_per_s=800e6),
+    Case(
+        name="tensor 2, sequence parallel",
+        layout=Layout(tensor=2, micro_batch=4, sequence_parallel=True),
+        bits_per_s=800e6,
+    ),
+    Case(
+        name="tensor 2, sequence parallel, 4 chunks",
+        layout=Layout(tensor=2, micro_batch=4, sequence_parallel=True, tensor_overlap_chunks=4),
+        bits_per_s=800e6,
+    ),
+)
+BOTH = Layout(tensor=2, data=2, micro_batch=4, bucket_bytes=2**20)
+
+
+class Blocking:
+    """A Comm whose calls are complete when they return. A receive is posted when it is waited for; a send goes on as it
+    is, since two ranks that send to each other would wait for ever."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_reduce(self, tensors: Any, **options: Any) -> Work:
+        return self._comm.all_reduce(tensors, **(options | {"async_op": False}))
+
+    def all_gather(self, tensors: Any, **options: Any) -> Work:
+        return self._comm.all_gather(tensors, **(options | {"async_op": False}))
+
+    def reduce_scatter(self, tensors: Any, **options: Any) -> Work:
+        return self._comm.reduce_scatter(tensors, **(options | {"async_op": False}))
+
+    def recv(self, tensor: Any, **options: Any) -> Work:
+        return _Later(lambda: self._comm.recv(tensor, **(options | {"async_op": False})))
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    wait: Callable[[], object]
+
+
+def contender(
+    name: str, layout: Layout, network: Hosts, *, overlaps: bool = True, host_of: Sequence[int] = (0, 1)
+) -> Contender:
+    """This trainer with `layout` on the hosts of `network`; rank i runs on host `host_of[i]`."""
+    plan = _plan(layout)
+
+    def steps(rank: int, folder: Path) -> Steps:
+        keep_freed_memory()
+        network.enter(host_of[rank])
+        recorder = Recorder()
+        comms, neighbours = connect(
+            groups(MODEL, layout),
+            rank=rank,
+            num_ranks=layout.num_ranks,
+            store=dist.FileStore(str(folder / "store"), layout.num_ranks),
+            recorder=recorder,
+            timeout_s=120,
+            master=(network.addresses[0], 1),
+        )
+
+        def comm(name: str) -> Comm:
+            found = comms.get(name) or SoloComm(Group(name=name, ranks=(rank,)))
+            return found if overlaps or found.size == 1 else Blocking(found)
+
+        engine = Engine(plan, layout.coord(rank), comm, torch.device("cpu"))
+        tokens = torch.randint(0, MODEL.vocab, (GLOBAL_BATCH // layout.data, SEQ_LEN))
+        batches = engine.micro_batches(tokens, tokens, GLOBAL_BATCH * SEQ_LEN, 0)
+        try:
+            while True:
+                before = dict(recorder.seconds)
+                step(engine, batches)
+                yield {kind: seconds - before.get(kind, 0.0) for kind, seconds in recorder.seconds.items()}
+        finally:
+            for left in (*comms.values(), *([neighbours] if neighbours else [])):
+                left.close()
+
+    return Contender(name=name, num_ranks=layout.num_ranks, steps=steps)
+
+
+def step(engine: Engine, batches: Sequence[Any]) -> None:
+    """What `trainer.loop` does in a step, without its report."""
+    loss = engine.forward_backward(batches)
+    engine.synchronize()
+    engine.totals(loss)
+    engine.update(1e-4, 1.0)
+
+
+def _plan(layout: Layout) -> Plan:
+    link = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
+    device = Device(name="unknown", memory_bytes=2**33, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11})
+    ranks = layout.num_ranks
+    cluster = ClusterSpec(
+        name="here", num_nodes=1, devices_per_node=ranks, device=device, intra_node=link, inter_node=link
+    )
+    job = JobSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, num_steps=1000, precision="fp32")
+    return Plan(model=MODEL, cluster=cluster, job=job, layout=layout)
+
+
+@contextlib.contextmanager
+def networks(rates: Sequence[float]) -> Iterator[dict[float, Hosts]]:
+    """Two hosts for each rate."""
+    with contextlib.ExitStack() as stack:
+        yield {rate: stack.enter_context(hosts(2, bits_per_s=rate)) for rate in dict.fromkeys(rates)}
+
+
+def best(contenders: Sequence[Contender], num_rounds: int, num_steps: int, console: Console) -> dict[str, float]:
+    """Seconds of the best step of each."""
+    found: dict[str, float] = {}
+    for number in range(num_rounds):
+        for one in contenders:
+            with console.status(f"round {number + 1} of {num_rounds}: {one.name}"):
+                wall_s = take_turn(one, num_steps).wall_s
+            found[one.name] = min(wall_s, found.get(one.name, wall_s))
+    return found
+
+
+def measure(cases: Sequence[Case], num_rounds: int, num_steps: int, console: Console) -> Table:
+    """Each case with and without overlap, and where messages take no time."""
+    columns = ("link", "fast link", "without", "with", "hidden", "share")
+    table = Table(
+        "overlap", *columns, title="One step, 3.9 M parameters, 2,048 tokens, two hosts", title_justify="left"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    with networks([*(case.bits_per_s for case in cases), FAST]) as links:
+        for case in cases:
+            link = links[case.bits_per_s]
+            trio = [
+                contender("fast", case.layout, links[FAST]),
+                contender("without", case.layout, link, overlaps=False),
+                contender("with", case.layout, link),
+            ]
+            times = best(trio, num_rounds, num_steps, console)
+            hidden, all_of_it = times["without"] - times["with"], times["without"] - times["fast"]
+            rate = f"{case.bits_per_s / 1e6:,.0f} Mbit/s"
+            seconds = (format_seconds(times[name]) for name in ("fast", "without", "with"))
+            table.add_row(case.name, rate, *seconds, format_seconds(hidden), f"{hidden / all_of_it:.0%}")
+    return table
+
+
+def compare_placements(num_rounds: int, num_steps: int, console: Console) -> Table:
+    """Tensor inside hosts and data across, and the reverse."""
+    table = Table("placement", "step", title="tensor 2 × data 2 on two hosts of two ranks", title_justify="left")
+    rate = 1e9
+    with hosts(2, bits_per_s=rate) as network:
+        inside = contender("tensor inside hosts, data across", BOTH, network, host_of=(0, 0, 1, 1))
+        across = contender("data inside hosts, tensor across", BOTH, network, host_of=(0, 1, 0, 1))
+        chunks = replace(BOTH, tensor_overlap_chunks=4)
+        hidden = contender("the same, tensor in 4 chunks", chunks, network, host_of=(0, 1, 0, 1))
+        for name, seconds in best([inside, across, hidden], num_rounds, num_steps, console).items():
+            table.add_row(f"{name}, {rate / 1e6:,.0f} Mbit/s", format_seconds(seconds))
+    return table
+
+
+def main() -> int:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", metavar="WORD", help="only cases whose name contains one of these")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    given = parser.parse_args()
+    reason = why_not()
+    if reason:
+        sys.stderr.write(f"overlap: {reason}\n")
+        return 2
+    console = Console(width=120)
+    words = given.cases or [""]
+    cases = [case for case in CASES if any(word in case.name for word in words)]
+    if cases:
+        console.print(measure(cases, given.rounds, given.steps, console))
+    if not given.cases or "placement" in given.cases:
+        console.print(compare_placements(given.rounds, given.steps, console))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
