@@ -10,6 +10,7 @@ that do not exist are left out: what was in order stays in order.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -158,5 +159,11 @@ def _unroll(steps: Iterable[str], num_micro_batches: int) -> tuple[Action, ...]:
         if kind == "input_gradient":
             undone.append((micro_batch, chunk))
         if micro_batch < num_micro_batches:
-            actions.append(Action(kind=kind, micro_batch=micro_batch, chunk=chunk))
+            actions.append(_action(kind, micro_batch, chunk))
     return tuple(actions)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _action(kind: ActionKind, micro_batch: int, chunk: int) -> Action:
+    """Equal actions of all coordinates are one value: making it costs more than all else here."""
+    return Action(kind=kind, micro_batch=micro_batch, chunk=chunk)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from phalanx.plan.schedule import Action, Flow, Schedule, ScheduleError, Transfer
+from phalanx.plan.schedule import Action, ActionKind, Flow, Schedule, ScheduleError, Transfer
 
 ReceivePoints: TypeAlias = tuple[tuple[tuple[Transfer, ...], ...], ...]
 
@@ -87,6 +87,73 @@ def walk(
 
 def _travel_s(transfer: Transfer, transfer_s: Callable[[Transfer], float]) -> float:
     return 0.0 if transfer.local else transfer_s(transfer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A schedule as whole numbers, for walking it many times: per coordinate and action (stage, kind, the flow that it
+    waits for, the flow that it hands on, whether that is sent); kinds index KINDS, -1 is no flow."""
+
+    name: str
+    num_flows: int
+    rows: tuple[tuple[tuple[int, int, int, int, bool], ...], ...]
+
+
+KINDS: tuple[ActionKind, ...] = ("forward", "backward", "input_gradient", "weight_gradient")
+
+
+def steps(schedule: Schedule) -> Steps:
+    """`schedule`, numbered."""
+    num_stages, num_micro_batches = len(schedule.placement), schedule.num_micro_batches
+    home = [coordinate for coordinate, _ in schedule.placement]
+    codes = {kind: number for number, kind in enumerate(KINDS)}
+    rows = []
+    for coordinate, actions in enumerate(schedule.actions):
+        row = []
+        for action in actions:
+            stage, code = schedule.stages[coordinate][action.chunk], codes[action.kind]
+            needed, given, sent = -1, -1, False
+            if code != 3:
+                step = 1 if code == 0 else -1
+                base = action.micro_batch + (0 if code == 0 else num_stages * num_micro_batches)
+                needed = base + stage * num_micro_batches if 0 <= stage - step < num_stages else -1
+                if 0 <= stage + step < num_stages:
+                    given = base + (stage + step) * num_micro_batches
+                    sent = home[stage] != home[stage + step]
+            row.append((stage, code, needed, given, sent))
+        rows.append(tuple(row))
+    return Steps(name=schedule.name, num_flows=2 * num_stages * num_micro_batches, rows=tuple(rows))
+
+
+def step_s(numbered: Steps, seconds: Sequence[Sequence[float]], hop_s: float) -> float:
+    """As `walk(…).step_s` where all transfers cost `hop_s`; `seconds[kind][stage]` of each action, kinds as in KINDS."""
+    rows = numbered.rows
+    arrivals: list[float] = [-1.0] * numbered.num_flows
+    waiting: dict[int, int] = {}
+    place, free = [0] * len(rows), [0.0] * len(rows)
+    runnable = list(range(len(rows)))
+    while runnable:
+        coordinate = runnable.pop()
+        row, now = rows[coordinate], free[coordinate]
+        for at in range(place[coordinate], len(row)):
+            stage, kind, needed, given, sent = row[at]
+            if needed >= 0:
+                arrival_s = arrivals[needed]
+                if arrival_s < 0.0:
+                    waiting[needed] = coordinate
+                    break
+                if arrival_s > now:
+                    now = arrival_s
+            now += seconds[kind][stage]
+            if given >= 0:
+                arrivals[given] = now + hop_s if sent else now
+                if given in waiting:
+                    runnable.append(waiting.pop(given))
+        else:
+            at = len(row)
+        place[coordinate], free[coordinate] = at, now
+    assert not waiting, f"{numbered.name} waits for itself"
+    return max(free)
 
 
 def receive_points(schedule: Schedule) -> ReceivePoints:
