@@ -126,7 +126,7 @@ def steps(schedule: Schedule) -> Steps:
 
 
 def step_s(numbered: Steps, seconds: Sequence[Sequence[float]], hop_s: float) -> float:
-    """As `walk(…).step_s` where all transfers cost `hop_s`; `seconds[kind][stage]` of each action, kinds as in KINDS."""
+    """As `walk(…).step_s` where all transfers cost `hop_s`; `seconds[kind][stage]` of each action, kinds as KINDS."""
     rows = numbered.rows
     arrivals: list[float] = [-1.0] * numbered.num_flows
     waiting: dict[int, int] = {}
