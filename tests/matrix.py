@@ -108,6 +108,14 @@ UNUSUAL = {
         tiny_model("gpt2"),
         Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="selective", schedule="zb-h1"),
     ),
+    "recompute every other layer": (
+        tiny_model(num_layers=5),
+        Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="full", recompute_every=2),
+    ),
+    "recompute by stage": (
+        tiny_model("gpt2"),
+        Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="selective", recompute_layers=(1, 0)),
+    ),
     "recompute, zero 3": (tiny_model("gpt2"), Layout(data=2, tensor=2, zero=3, recompute="full")),
     "recompute, zero bubble": (tiny_model(), Layout(pipeline=2, tensor=2, schedule="zb-h1", recompute="full")),
     "one micro-batch": (tiny_model(), Layout(pipeline=2, tensor=2, micro_batch=8)),

@@ -264,13 +264,16 @@ def test_case_20_dropout_masks() -> None:
     assert shares[0] == pytest.approx(shares[1], rel=1e-10)
 
 
+@pytest.mark.parametrize(
+    "some", [{}, {"recompute_every": 3}, {"recompute_layers": (1,)}], ids=["all", "every third", "first"]
+)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_case_21_recompute_repeats_the_dropout_masks(recompute: str) -> None:
+def test_case_21_recompute_repeats_the_dropout_masks(recompute: str, some: dict[str, Any]) -> None:
     """Gradients with and without it are the same bits."""
     plan = tiny_plan(Layout(micro_batch=2), tiny_model(dropout=0.5, attention_dropout=0.5), precision="fp32")
     source = Supervised(plan, [32] * 8)
     loss, norm, gradients = first_step(solo_engine(plan), source)
-    again = first_step(solo_engine(replace(plan, layout=replace(plan.layout, recompute=recompute))), source)
+    again = first_step(solo_engine(replace(plan, layout=replace(plan.layout, recompute=recompute, **some))), source)
     assert again[:2] == (loss, norm)
     assert all(torch.equal(value, again[2][name]) for name, value in gradients.items())
 

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +27,9 @@ from phalanx.plan.layout import Coord, Layout, Recompute
 from phalanx.plan.legality import problems
 from phalanx.plan.operations import Block, Operation
 from phalanx.plan.shards import stage_buffers
-from phalanx.plan.stages import split
+from phalanx.plan.stages import Stage, recomputed_layers, split
+from phalanx.planner import memory
+from phalanx.planner.candidates import RECOMPUTES
 from phalanx.planner.engine import engine
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import model as blocks
@@ -139,7 +142,9 @@ class Case:
             flats.append(flat)
         tied = flats[0] if model.tied else None
         objective = Objective(vocab=model.vocab)
-        watched = blocks.build(flats, model, seq_len, parallel, tied, _Nobody(), recompute, objective)
+        watched = blocks.build(
+            flats, model, seq_len, parallel, tied, _Nobody(), recompute, range(model.num_layers), objective
+        )
         self.block = next(block for block in watched.blocks if block.buffer.layout.name == name)
         self.lasting = [tensor for flat in flats for tensor in (flat.parameters, flat.gradients)]
         if isinstance(self.block, blocks.Layer) and self.block.attention.rotation is not None:
@@ -285,3 +290,33 @@ def test_legal_layouts_only() -> None:
     for tensor, cut in LAYOUTS:
         layout = Layout(tensor=tensor, sequence_parallel=cut, micro_batch=2)
         assert not problems(model, replace(JOB, seq_len=16, global_batch=2), CLUSTER, layout)
+
+
+@pytest.mark.parametrize("some", [{"recompute_every": 2}, {"recompute_layers": (3,)}], ids=["every other", "first 3"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_stage_keeps_what_its_layers_do(recompute: Recompute, some: dict[str, Any]) -> None:
+    """Of 5 layers, 3 in part: between forward and backward, to the last byte."""
+    model = tiny_model("llama", num_layers=5)
+    layout = Layout(micro_batch=2, recompute=recompute, **some)
+    stage = Stage(index=0, embedding=False, layers=range(5), head=False)
+    flats = [FlatBuffer(buffer, torch.float32, CPU) for buffer in stage_buffers(model, layout, Coord(), stage)]
+    for flat in flats:
+        flat.allocate_parameters()
+        flat.allocate_gradients()
+        torch.nn.init.normal_(flat.parameters, std=0.02)
+    chosen, objective = recomputed_layers(layout, stage), Objective(vocab=model.vocab)
+    parallel = TensorParallel(SilentComm(1))  # type: ignore[arg-type]
+    built = blocks.build(flats, model, 16, parallel, None, _Nobody(), recompute, chosen, objective)
+    lasting = [tensor for flat in flats for tensor in (flat.parameters, flat.gradients)]
+    lasting += [table for block in built.blocks for table in block.attention.rotation]  # type: ignore[attr-defined]
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    batch = blocks.MicroBatch(tokens=tokens, labels=tokens, sequences=torch.arange(2), num_supervised=32)
+    inputs = torch.randn(32, model.hidden).requires_grad_()
+    with Recorder() as forward:
+        output = built.forward(inputs * 1.0, batch, last=True)
+    assert output is not None
+    cut = cut_of(model, 16, layout, 4, tensor_index=0)
+    claims = operations.layer(model, cut, engine().kernels)
+    kept, _ = memory.kept_bytes(claims, cut, np.array(RECOMPUTES.index(recompute)))
+    assert sum(forward.alive(output, inputs, tokens, *lasting)) == 3 * kept + 2 * claims.kept_bytes
+    assert kept < claims.kept_bytes

@@ -38,10 +38,12 @@ class Layout:
     `micro_batch`: sequences per forward; `schedule`, `virtual_stages`: order of the pipeline; `stage_layers`: how many
     transformer layers each (virtual) stage holds, or None to balance by cost; `zero`: what is cut over the data axis
     (0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters); `zero_group`: over how many neighbours on it, with
-    copies on the others (0: all of it); `sequence_parallel`: whether activations between
-    half-blocks are cut along the sequence over the tensor axis; `recompute`; `bucket_bytes`: gradients are reduced over
-    the data axis in messages of about this size; `tensor_overlap_chunks`: how many chunks of tokens a matrix product
-    and the collective of the tensor axis beside it are cut into, so that they alternate.
+    copies on the others (0: all of it); `sequence_parallel`: whether activations between half-blocks are cut along the
+    sequence over the tensor axis; `recompute`, in layers whose number `recompute_every` divides, or in the first
+    `recompute_layers` of each stage; `bucket_bytes`: gradients are reduced over the data axis in messages of about this
+    size; `reduce`: as what they travel (see `plan.reduction`), with `reduce_rank` for PowerSGD and `reduce_fraction`
+    for top-k; `tensor_overlap_chunks`: how many chunks of tokens a matrix product and the collective of the tensor axis
+    beside it are cut into, so that they alternate.
     """
 
     tensor: int = 1
@@ -56,6 +58,8 @@ class Layout:
     zero_group: int = 0
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    recompute_every: int = 1
+    recompute_layers: tuple[int, ...] | None = None
     bucket_bytes: int = 16 * 2**20
     tensor_overlap_chunks: int = 1
 
@@ -113,7 +117,9 @@ class Layout:
         words += [f"ZeRO {self.zero}{within}"] if self.zero else []
         words += ["sequence parallel"] if self.sequence_parallel else []
         words += [f"{self.tensor_overlap_chunks} chunks"] if self.tensor_overlap_chunks > 1 else []
-        words += [f"{self.recompute} recompute"] if self.recompute != "none" else []
+        some = f" of every {self.recompute_every} layers" if self.recompute_every > 1 else ""
+        some = f" of {self.recompute_layers} layers" if self.recompute_layers is not None else some
+        words += [f"{self.recompute} recompute{some}"] if self.recompute != "none" else []
         return ", ".join(words)
 
 

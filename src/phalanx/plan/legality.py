@@ -29,6 +29,7 @@ def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layou
         found += _tensor(model, layout)
         found += _sequence(model, job, layout)
         found += _pipeline(model, layout)
+        found += _recompute(layout)
         found += _zero_group(layout)
         found += _batch(job, layout)
         found += _devices(cluster, layout)
@@ -41,7 +42,7 @@ def _problem(key: str, what: str, instead: str) -> Problem:
 
 def _ranges(layout: Layout) -> Iterator[Problem]:
     """Values that are wrong on their own; the other checks divide by them."""
-    for key in (*AXES, "micro_batch", "virtual_stages", "bucket_bytes", "tensor_overlap_chunks"):
+    for key in (*AXES, "micro_batch", "virtual_stages", "recompute_every", "bucket_bytes", "tensor_overlap_chunks"):
         value = getattr(layout, key)
         if value < 1:
             yield _problem(key, f"{key} is {value}", f"{key} = 1 or more")
@@ -55,8 +56,10 @@ def _ranges(layout: Layout) -> Iterator[Problem]:
     if layout.schedule not in SCHEDULES:
         nearest = f'schedule = "{_nearest(layout.schedule, list(SCHEDULES))}" (of {", ".join(SCHEDULES)})'
         yield _problem("schedule", f'there is no schedule "{layout.schedule}"', nearest)
-    if layout.stage_layers is not None and min(layout.stage_layers, default=0) < 0:
-        yield _problem("stage_layers", f"a stage with {min(layout.stage_layers)} layers", "0 layers or more per stage")
+    for key in ("stage_layers", "recompute_layers"):
+        counts = getattr(layout, key)
+        if counts is not None and min(counts, default=0) < 0:
+            yield _problem(key, f"a stage with {min(counts)} layers", "0 layers or more per stage")
 
 
 def schedule_problems(layout: Layout) -> list[Problem]:
@@ -134,6 +137,22 @@ def _pipeline(model: ModelSpec, layout: Layout) -> Iterator[Problem]:
     if sum(layout.stage_layers) != model.num_layers:
         what = f"stage_layers sum to {sum(layout.stage_layers)}, the model has {model.num_layers} layers"
         yield _problem("stage_layers", what, f"entries that sum to {model.num_layers}, or leave it out")
+
+
+def _recompute(layout: Layout) -> Iterator[Problem]:
+    every, per_stage = layout.recompute_every, layout.recompute_layers
+    key = "recompute_layers" if per_stage is not None else "recompute_every"
+    if layout.recompute == "none" and (every > 1 or per_stage is not None):
+        what = f"{key} with nothing to compute again: recompute is none"
+        yield _problem(key, what, f'recompute = "selective" or "full", or leave {key} out')
+    if per_stage is None:
+        return
+    if every > 1:
+        what = f"recompute_every = {every} beside recompute_layers: both say which layers"
+        yield _problem(key, what, "leave one of them out")
+    if len(per_stage) != layout.num_stages:
+        what = f"recompute_layers has {len(per_stage)} entries, the layout {layout.num_stages} stages"
+        yield _problem(key, what, f"{layout.num_stages} entries")
 
 
 def _virtual_stages(layout: Layout) -> Iterator[Problem]:

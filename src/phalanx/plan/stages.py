@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.groups import kv_copies
+from phalanx.plan.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 # Elementwise work on each logit for the loss: maximum, subtraction, exponential, sum, and the gradient's scale.
@@ -34,6 +35,16 @@ class Stage:
             parts.append(f"layers {self.layers.start}-{self.layers.stop - 1}")
         parts += ["head"] if self.head else []
         return f"stage {self.index}: {', '.join(parts) or 'nothing'}"
+
+
+def recomputed_layers(layout: Layout, stage: Stage) -> range:
+    """Numbers of the layers of `stage` that backward computes again, all or in part, as `layout.recompute` says."""
+    if layout.recompute == "none":
+        return range(0)
+    if layout.recompute_layers is not None:
+        return stage.layers[: layout.recompute_layers[stage.index]]
+    every = layout.recompute_every
+    return range(-(-stage.layers.start // every) * every, stage.layers.stop, every)
 
 
 def layer_cost(model: ModelSpec, seq_len: int, tensor: int = 1) -> int:

@@ -15,7 +15,7 @@ from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, forward_only, schedule
 from phalanx.plan.shards import Buffer, Copies, rank_stages, stage_buffers
-from phalanx.plan.stages import Stage
+from phalanx.plan.stages import Stage, recomputed_layers
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 ACCUMULATION_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
@@ -96,17 +96,17 @@ class _Traffic:
         """Two half-blocks per layer, each opened and closed once forward and once backward, in chunks; and both ends of
         the model."""
         chunks, recompute = self.plan.layout.tensor_overlap_chunks, self.plan.layout.recompute
-        recompute = "none" if self.validates else recompute
-        forwards, reopened = 1 + (recompute == "full"), int(recompute == "selective")  # reopened at once
+        again = 0 if self.validates else len(recomputed_layers(self.plan.layout, stage))
+        forwards = len(stage.layers) + again * (recompute == "full")
+        reopened = again * (recompute == "selective")  # at once
 
         def back(times: int, messages: int) -> tuple[int, int]:
             return (0, 0) if self.validates else (times, messages)
 
         for half_block in ("attention", "mlp"):
             count = len(stage.layers)
-            opened = count * (forwards + reopened), count * (forwards * chunks + reopened)
-            yield from self._opened(f"{half_block} input", *opened)
-            yield from self._closed(f"{half_block} output", count * forwards, count * forwards * chunks)
+            yield from self._opened(f"{half_block} input", forwards + reopened, forwards * chunks + reopened)
+            yield from self._closed(f"{half_block} output", forwards, forwards * chunks)
             yield from self._opened(f"{half_block} output gradient", *back(count, count * chunks))
             yield from self._closed(f"{half_block} input gradient", *back(count, count * chunks))
         if stage.embedding:

@@ -53,6 +53,8 @@ class Candidates:
     zero_group: int = 0
     bucket_bytes: int = Layout().bucket_bytes
     tensor_overlap_chunks: int = 1
+    recompute_every: int = 1
+    recompute_layers: tuple[int, ...] | None = None
     stage_layers: tuple[int, ...] | None = None
 
     def __len__(self) -> int:

@@ -37,17 +37,20 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Forward and backward of a layer, the embedding and the head; bytes kept per layer and while recomputing; bytes
-    between stages; tokens and vocabulary rows whose logits exist at a time. Arrays, one entry per layout."""
+    """Forward and backward of a layer, the embedding and the head; bytes kept per layer and while recomputing, and of
+    layers that are left out of that (`plain`); bytes between stages; tokens and vocabulary rows whose logits exist at a
+    time. Arrays, one entry per layout."""
 
     layer_forward: Pass
     layer_backward: Pass
+    layer_backward_plain: Pass
     layer_weight_s: Any
     embedding_forward: Pass
     embedding_backward: Pass
     head_forward: Pass
     head_backward: Pass
     kept_bytes: Any
+    kept_bytes_plain: Any
     working_bytes: Any
     boundary_bytes: Any
     logits: Any
@@ -83,7 +86,10 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     layer = operations.layer(model, cut, engine.kernels)
     places = network.placements(cluster, layouts)
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
-    forward, backward = price.layer(layer, places["context"])
+    forward, backward = price.layer(layer, places["context"], layouts.recompute)
+    plain = backward
+    if layouts.recompute_every > 1 or layouts.recompute_layers is not None:  # else no layer is left out
+        plain = price.layer(layer, places["context"], np.full_like(layouts.recompute, memory.NONE))[1]
     embedding = operations.embedding(model, cut)
     head = operations.head(model, cut, engine.kernels)
     rows = np.minimum(cut.tokens, engine.kernels.head_rows) if engine.kernels.head_rows else cut.tokens
@@ -91,12 +97,14 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     return Costs(
         layer_forward=forward,
         layer_backward=backward,
+        layer_backward_plain=plain,
         layer_weight_s=price.seconds(layer.weight_gradient),
         embedding_forward=price.plain(embedding.forward, price.messages(1, 0)),
         embedding_backward=price.plain(embedding.input_gradient, price.messages(0, 1)),
         head_forward=price.plain(head.forward, price.messages(0, 1) + price.loss()),
         head_backward=price.plain(head.input_gradient + head.weight_gradient, price.messages(1, 0)),
         kept_bytes=kept,
+        kept_bytes_plain=layer.kept_bytes,
         working_bytes=working,
         boundary_bytes=cut.rows * cut.hidden * cut.element,
         logits=rows * cut.vocab,
@@ -149,7 +157,7 @@ class _Pricer:
         total_s = compute_s + tensor_s
         return Pass(compute_s=compute_s, tensor_s=tensor_s, recompute_s=0.0 * total_s, total_s=total_s)
 
-    def layer(self, block: Block, context: network.Placement) -> tuple[Pass, Pass]:
+    def layer(self, block: Block, context: network.Placement, recompute: Array) -> tuple[Pass, Pass]:
         """Forward and backward of one layer; recompute belongs to backward."""
         exposed = 1.0 - self.engine.tensor_overlap
         host = self.engine.host_layer_s
@@ -158,8 +166,7 @@ class _Pricer:
         backward_s = self.seconds(block.input_gradient, backward=True) + self.seconds(block.weight_gradient)
         ring_f, ring_b = (seconds + self._experts() for seconds in self._ring(block, context))
         forward_tensor = self.messages(2, 2) * exposed + ring_f
-        backward_tensor = self._backward_tensor(block) + ring_b
-        recompute = self.layouts.recompute
+        backward_tensor = self._backward_tensor(block, recompute) + ring_b
         full, selective = recompute == memory.FULL, recompute == memory.SELECTIVE
         repeated = np.where(full, forward_s, np.where(selective, core_s, 0.0))
         repeated_tensor = np.where(full, forward_tensor, 0.0)
@@ -179,7 +186,7 @@ class _Pricer:
         )
         return forward, backward
 
-    def _backward_tensor(self, block: Block) -> Any:
+    def _backward_tensor(self, block: Block, recompute: Array) -> Any:
         """Waiting for the tensor axis in a layer's backward.
 
         The gradient of the input of qkv and of up is summed beside their own weight gradient, if the engine does that;
@@ -189,7 +196,7 @@ class _Pricer:
         gather_exposed = self.gather * (1.0 - self.engine.tensor_overlap)
         sums: Any = np.where(self.layouts.sequence_parallel, self.gather, self.all_reduce)
         kernels = self.engine.kernels
-        dropped = (self.layouts.recompute == memory.SELECTIVE) & (kernels.selective == "cheap")
+        dropped = (recompute == memory.SELECTIVE) & (kernels.selective == "cheap")
         again = np.where(dropped, 1.0, 1.0 - kernels.keep_gathered)
         waiting: Any = 0.0
         for name in ("qkv", "up"):

@@ -54,11 +54,13 @@ def by_kind(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: 
     }
     weights["head"] = float((group.footprint.places[:, at] == group.footprint.places.max()).any())
     kinds = dict.fromkeys(("compute", "recompute", "tensor"), 0.0)
-    for block, weight in weights.items():
-        for direction in ("forward", "backward"):
-            part: Pass = getattr(group.footprint.costs, f"{block}_{direction}")
-            for kind in kinds:
-                kinds[kind] += weight * micro_batches * _at(getattr(part, f"{kind}_s"), index)
+    repeated = float(group.footprint.repeated.sum(0)[at])
+    passes = {f"{block}_{direction}": weights[block] for block in weights for direction in ("forward", "backward")}
+    passes |= {"layer_backward": repeated, "layer_backward_plain": weights["layer"] - repeated}
+    for name, weight in passes.items():
+        part: Pass = getattr(group.footprint.costs, name)
+        for kind in kinds:
+            kinds[kind] += weight * micro_batches * _at(getattr(part, f"{kind}_s"), index)
     kinds["host and gathers"] = max(0.0, float(work[at]) - sum(kinds.values()))
     kinds["pipeline"] = pipeline_s - float(work[at])
     tail = float(group.tail_s[index])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from phalanx.plan.plan import Plan
-from phalanx.plan.stages import split
+from phalanx.plan.stages import recomputed_layers, split
 from phalanx.plan.walk import Walk
 from phalanx.planner import data_axis, memory, network, timeline
 from phalanx.planner.candidates import Array, Candidates, of
@@ -26,14 +26,15 @@ class Footprint:
     """Layouts that share pipeline size, schedule, virtual stages and copies of kv heads, with what they need of memory.
 
     `rows` are their places among all candidates, `places` [chunks, coordinates] their stages, `layers` (same shape)
-    the layers of each; `memory` by kind is [layouts, coordinates]; `tied` [layouts, coordinates]: elements of an
-    embedding that a second coordinate holds as well.
+    the layers of each and `repeated` those of them that are recomputed, if any are; `memory` by kind is [layouts,
+    coordinates]; `tied` [layouts, coordinates]: elements of an embedding that a second coordinate holds as well.
     """
 
     rows: Array
     layouts: Candidates
     places: Array
     layers: Array
+    repeated: Array
     costs: Costs
     held: memory.Held
     memory: dict[str, Array]
@@ -52,6 +53,7 @@ class Footprint:
             layouts=self.layouts.take(index),
             places=self.places,
             layers=self.layers,
+            repeated=self.repeated,
             costs=self.costs.take(index),
             held=self.held.take(index),
             memory={kind: np.broadcast_to(values, shape)[index] for kind, values in self.memory.items()},
@@ -109,6 +111,13 @@ def stage_layers(model: ModelSpec, seq_len: int, engine: Engine, layouts: Candid
     return counts
 
 
+def repeated_layers(model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array) -> Array:
+    """How many layers of each stage are recomputed under those layouts that recompute any, [stages]."""
+    some = replace(layouts.layout(0), recompute="full")
+    stages = split(model, seq_len, len(per_stage), per_stage.tolist())
+    return np.array([len(recomputed_layers(some, stage)) for stage in stages])
+
+
 def _thresholds(model: ModelSpec, stages: int) -> Array:
     """nanotron's rule: blocks in order, a stage closes once the cost so far passes its share of the whole; cost counts
     parameters of matrices, the head included. Early stages thus get more than their share."""
@@ -153,15 +162,17 @@ def _footprint(
     name = layouts.schedules[int(layouts.schedule[0])]
     places = timeline.stage_places(name, int(layouts.pipeline[0]), int(layouts.virtual_stages[0]))
     per_stage = stage_layers(model, job.seq_len, engine, layouts)
+    repeated = repeated_layers(model, job.seq_len, layouts, per_stage)[places]
     layers, ends = per_stage[places], (0, int(np.argmax((places == len(per_stage) - 1).any(0))))
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
-    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, counts, ends)
+    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, repeated, counts, ends)
     return Footprint(
         rows=rows,
         layouts=layouts,
         places=places,
         layers=layers,
+        repeated=repeated,
         costs=priced,
         held=held,
         memory=by_kind,
@@ -176,12 +187,14 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     name = layouts.schedules[int(layouts.schedule[0])]
     per_stage = np.empty(places.size, dtype=int)
     per_stage[places] = footprint.layers
+    repeated = np.empty(places.size, dtype=int)
+    repeated[places] = footprint.repeated
     links = network.placements(cluster, layouts)
     layer = memory.elements(model, layouts).layer
     gathers = data_axis.gathers(cluster, engine, job.precision, layouts, links["shards"], layer)
     boundary = priced.boundary_bytes / (layouts.tensor if engine.scatter_boundary else 1)
     transfer_s = network.point_to_point_s(cluster, boundary, links["pipeline"])
-    times = timeline.stage_times(priced, per_stage, gathers, transfer_s, engine)
+    times = timeline.stage_times(priced, per_stage, repeated, gathers, transfer_s, engine)
     pipeline_s = timeline.bound(name, times, places, num_micro_batches)
     forward_s, backward_s = times.forward_s[:, places], times.backward_s[:, places]
     windows = (backward_s.sum(1), forward_s.sum(1))

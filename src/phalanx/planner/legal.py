@@ -6,7 +6,7 @@ import numpy as np
 
 from phalanx.plan.legality import allowed_tensor_sizes, engine_problems
 from phalanx.plan.schedule import SCHEDULES
-from phalanx.planner.candidates import Array, Candidates, distinct
+from phalanx.planner.candidates import RECOMPUTES, Array, Candidates, distinct
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -38,6 +38,7 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
         "micro-batch × data does not divide the global batch": job.global_batch % (layouts.micro_batch * layouts.data)
         > 0,
         "zero_group that ZeRO cannot cut within": _wrong_group(layouts),
+        "recompute_every or recompute_layers that do not fit": _wrong_recompute(layouts),
         "more ranks than devices": ranks > cluster.num_devices,
     }
 
@@ -56,6 +57,14 @@ def _wrong_group(layouts: Candidates) -> Array:
     if not size:
         return np.zeros(len(layouts), dtype=bool)
     return np.asarray((layouts.zero == 0) | (size == 1) | (layouts.data % size > 0))
+
+
+def _wrong_recompute(layouts: Candidates) -> Array:
+    every, per_stage = layouts.recompute_every, layouts.recompute_layers
+    if per_stage is not None:
+        nothing = layouts.recompute == RECOMPUTES.index("none")
+        return np.asarray(nothing | (layouts.num_stages != len(per_stage)) | (every > 1))
+    return np.asarray((layouts.recompute == RECOMPUTES.index("none")) & (every > 1))
 
 
 def _virtual_stages(layouts: Candidates) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.plan.cut import Cut
 from phalanx.plan.operations import Block
+from phalanx.plan.reduction import WITH_ERRORS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.shards import ALIGNMENT, VOCAB_MULTIPLE
 from phalanx.planner.candidates import RECOMPUTES, Array, Candidates
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "overhead")
 
-FULL, SELECTIVE = RECOMPUTES.index("full"), RECOMPUTES.index("selective")
+NONE, SELECTIVE, FULL = (RECOMPUTES.index(kind) for kind in ("none", "selective", "full"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +102,13 @@ def memory(
     held: Held,
     costs: Costs,
     layers: Array,
+    repeated: Array,
     num_micro_batches: Array,
     ends: tuple[int, int],
 ) -> dict[str, Array]:
     """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size, schedule and virtual stages.
 
-    `layers` [chunks, coordinates]: layers of each chunk;
+    `layers` [chunks, coordinates]: layers of each chunk; `repeated`, the same: of these, recomputed ones;
     `ends`: coordinates that hold the first and the last stage.
     """
     pipeline = layers.shape[1]
@@ -115,7 +117,8 @@ def memory(
     shards, zero = _column(layouts.data * layouts.context), _column(layouts.zero)
     name = layouts.schedules[int(layouts.schedule[0])]
     flight = in_flight(name, pipeline, len(layers), num_micro_batches)
-    chunk = layers.max(0)
+    kept, plain = (np.asarray(each)[..., None, None] for each in (costs.kept_bytes, costs.kept_bytes_plain))
+    chunk = (repeated * kept + (layers - repeated) * plain).max(-2)
     boundary = _column(costs.boundary_bytes)
     loss_bytes = np.where(_column(layouts.tensor) > 1, engine.sharded_loss_bytes, engine.loss_bytes)
     logits = last * (_column(costs.logits) * loss_bytes + 2 * boundary)
@@ -123,11 +126,12 @@ def memory(
         0.0, held.elements * states.transient - logits
     )  # logits are gone when backward makes gradients
     unit = held.elements / np.maximum(1, layers.sum(0))
+    copies = 2 if layouts.reduce in WITH_ERRORS else 1  # an error beside each gradient
     by_kind = {
         "parameters": np.where(zero >= 3, held.shard, held.elements) * states.parameter,
-        "gradients": np.where(zero >= 2, held.shard, held.elements) * states.gradient + transient,
+        "gradients": np.where(zero >= 2, held.shard, held.elements) * states.gradient * copies + transient,
         "optimizer": np.where(zero >= 1, held.shard, held.elements) * states.optimizer,
-        "activations": flight * chunk * _column(costs.kept_bytes) + _column(costs.working_bytes),
+        "activations": flight * chunk + (repeated.sum(0) > 0) * _column(costs.working_bytes),
         "logits": logits,
         "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
         "buffers": (4 * boundary if pipeline > 1 else 0) + np.where(shards > 1, 2.0 * layouts.bucket_bytes, 0.0),

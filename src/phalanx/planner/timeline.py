@@ -6,6 +6,7 @@ the layout's own Schedule. The search ranks by the bound and replays until no un
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from phalanx.plan.legality import SPLIT_BACKWARD
 from phalanx.plan.schedule import Action, Transfer, placement, schedule
-from phalanx.plan.walk import Walk, walk
+from phalanx.plan.walk import KINDS, Steps, Walk, step_s, steps, walk
 from phalanx.planner.candidates import Array
 from phalanx.planner.costs import Costs
 from phalanx.planner.data_axis import Gathers
@@ -31,8 +32,11 @@ class StageTimes:
     transfer_s: Array
 
 
-def stage_times(costs: Costs, layers: Array, gathers: Gathers, transfer_s: Array, engine: Engine) -> StageTimes:
-    """`layers`: how many layers each stage holds, [stages]; the embedding is on the first, the head on the last.
+def stage_times(
+    costs: Costs, layers: Array, repeated: Array, gathers: Gathers, transfer_s: Array, engine: Engine
+) -> StageTimes:
+    """`layers`: how many layers each stage holds, [stages], of which it recomputes `repeated`; the embedding is on the
+    first, the head on the last.
 
     A layer whose parameters are gathered one ahead takes at least as long as the messages beside it. Where the engine
     waits for its transfers, sender and receiver lose their time.
@@ -45,9 +49,13 @@ def stage_times(costs: Costs, layers: Array, gathers: Gathers, transfer_s: Array
         return np.asarray(parts + np.asarray(head)[:, None] * last)
 
     layer_forward = np.maximum(costs.layer_forward.total_s + gathers.tax * gathers.forward_s, gathers.forward_s)
-    layer_backward = np.maximum(costs.layer_backward.total_s + gathers.tax * gathers.backward_s, gathers.backward_s)
+    again, plain = (
+        np.maximum(backward.total_s + gathers.tax * gathers.backward_s, gathers.backward_s)
+        for backward in (costs.layer_backward, costs.layer_backward_plain)
+    )
     forward = stage(layer_forward, costs.embedding_forward.total_s, costs.head_forward.total_s)
-    backward = stage(layer_backward, costs.embedding_backward.total_s, costs.head_backward.total_s)
+    backward = stage(plain, costs.embedding_backward.total_s, costs.head_backward.total_s)
+    backward = backward + np.asarray(again - plain)[:, None] * repeated
     weight = stage(costs.layer_weight_s, costs.embedding_backward.total_s, 0.0 * transfer_s)
     waits = engine.blocking_transfers * np.asarray(transfer_s)[:, None] if len(layers) > 1 else 0.0
     return StageTimes(
@@ -103,13 +111,7 @@ def replay(
     name: str, times: StageTimes, index: int, pipeline: int, virtual_stages: int, num_micro_batches: int
 ) -> Walk:
     """Walk the named schedule with the times of layout `index`."""
-    backward, weight = times.backward_s[index], times.weight_s[index]
-    seconds = {
-        "forward": times.forward_s[index].tolist(),
-        "backward": backward.tolist(),
-        "input_gradient": (backward - weight).tolist(),
-        "weight_gradient": weight.tolist(),
-    }
+    seconds = dict(zip(KINDS, _seconds(times, index), strict=True))
     transfer_s = float(times.transfer_s[index])
 
     def action_s(stage: int, action: Action) -> float:
@@ -124,5 +126,17 @@ def replay(
 def replay_s(
     name: str, times: StageTimes, index: int, pipeline: int, virtual_stages: int, num_micro_batches: int
 ) -> float:
-    """Seconds from the first forward to the last backward, transfers included."""
-    return replay(name, times, index, pipeline, virtual_stages, num_micro_batches).step_s
+    """Seconds from the first forward to the last backward, transfers included: `replay(…).step_s`, made for speed."""
+    numbered = _steps(name, pipeline, virtual_stages, num_micro_batches)
+    return step_s(numbered, _seconds(times, index), float(times.transfer_s[index]))
+
+
+@functools.lru_cache(maxsize=8)
+def _steps(name: str, pipeline: int, virtual_stages: int, num_micro_batches: int) -> Steps:
+    return steps(schedule(name, pipeline, virtual_stages, num_micro_batches))
+
+
+def _seconds(times: StageTimes, index: int) -> tuple[list[float], ...]:
+    """Seconds of layout `index` by kind of action, in the order of KINDS, and stage."""
+    forward, backward, weight = times.forward_s[index], times.backward_s[index], times.weight_s[index]
+    return forward.tolist(), backward.tolist(), (backward - weight).tolist(), weight.tolist()

@@ -39,6 +39,8 @@ class LayoutKeys(TypedDict, total=False):
     zero_group: Whole
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
+    recompute_every: Count
+    recompute_layers: tuple[Whole, ...]
     bucket_bytes: Count
     tensor_overlap_chunks: Count
 

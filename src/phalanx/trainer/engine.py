@@ -46,9 +46,10 @@ class Engine:
         self.plan, self.coord, self.device, self.comm = plan, coord, device, comm
         self.parallel = TensorParallel(comm("tensor"), layout.sequence_parallel, layout.tensor_overlap_chunks)
         dtype = COMPUTE_DTYPES[job.precision]
+        cut = rank_stages(model, layout, coord, job.seq_len)
         chunks = [
             [FlatBuffer(buffer, dtype, device) for buffer in stage_buffers(model, layout, coord, stage)]
-            for stage in rank_stages(model, layout, coord, job.seq_len)
+            for stage in cut
         ]
         self.buffers = [buffer for chunk in chunks for buffer in chunk]
         shards, replicas = map(comm, data_groups(layout))
@@ -58,8 +59,18 @@ class Engine:
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
         objective = Objective(vocab=model.vocab, label_smoothing=job.label_smoothing, z_loss=job.z_loss)
         stages = [
-            build(chunk, model, job.seq_len, self.parallel, embedding, self.data, layout.recompute, objective)
-            for chunk in chunks
+            build(
+                chunk,
+                model,
+                job.seq_len,
+                self.parallel,
+                embedding,
+                self.data,
+                layout.recompute,
+                recomputed_layers(layout, stage),
+                objective,
+            )
+            for chunk, stage in zip(chunks, cut, strict=True)
         ]
         held = len(self.parallel.held_tokens(layout.micro_batch * job.seq_len))
         activations = torch.empty(held, model.hidden, dtype=dtype, device=device)

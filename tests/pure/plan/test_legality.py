@@ -214,6 +214,29 @@ REFUSED = {
         {},
         ("layout.recompute", 'there is no recompute "ful"', 'recompute = "full"'),
     ),
+    "some of nothing": (
+        Layout(recompute_every=2),
+        {},
+        (
+            "layout.recompute_every",
+            "recompute_every with nothing to compute again: recompute is none",
+            'recompute = "selective" or "full", or leave recompute_every out',
+        ),
+    ),
+    "recompute of other stages": (
+        Layout(pipeline=2, recompute="full", recompute_layers=(1, 1, 0)),
+        {},
+        ("layout.recompute_layers", "recompute_layers has 3 entries, the layout 2 stages", "2 entries"),
+    ),
+    "two ways to say which": (
+        Layout(recompute="full", recompute_layers=(1,), recompute_every=2),
+        {},
+        (
+            "layout.recompute_layers",
+            "recompute_every = 2 beside recompute_layers: both say which layers",
+            "leave one of them out",
+        ),
+    ),
     "virtual stages": (
         Layout(schedule="gpipe", virtual_stages=99),
         {},

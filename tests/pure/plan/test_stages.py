@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.stages import head_cost, layer_cost, split, stage_costs
+from phalanx.plan.layout import Layout
+from phalanx.plan.stages import head_cost, layer_cost, recomputed_layers, split, stage_costs
 from phalanx.spec.model import ModelSpec
 
 TINY = ModelSpec(
@@ -100,3 +101,19 @@ def test_every_layer_exactly_once_in_order(num_stages, extra, vocab):
     assert [stage.index for stage in stages if stage.head] == [num_stages - 1]
     assert all(stage.layers for stage in stages[:-1])
     assert stages[-1].layers or head_cost(model) > layer_cost(model, 64)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, [[], [], []]),
+        ({"recompute": "full"}, [[0, 1], [2, 3, 4], [5, 6]]),
+        ({"recompute": "selective", "recompute_every": 2}, [[0], [2, 4], [6]]),
+        ({"recompute": "full", "recompute_every": 5}, [[0], [], [5]]),
+        ({"recompute": "full", "recompute_layers": (1, 9, 0)}, [[0], [2, 3, 4], []]),
+    ],
+)
+def test_which_layers_are_recomputed(chosen, expected):
+    layout = Layout(pipeline=3, stage_layers=(2, 3, 2), **chosen)
+    stages = split(replace(TINY, num_layers=7), 64, 3, layout.stage_layers)
+    assert [list(recomputed_layers(layout, stage)) for stage in stages] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from planner_cases import CLUSTER, GPT, JOB, LLAMA
 
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.legality import problems
+from phalanx.plan.plan import Prediction
 from phalanx.plan.schedule import SCHEDULES, schedule
 from phalanx.plan.shards import rank_buffers
 from phalanx.planner import legal, memory, timeline
 from phalanx.planner.candidates import Candidates, of
 from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate
+from phalanx.planner.search import predict
 from phalanx.spec.model import ModelSpec
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
@@ -40,11 +43,17 @@ layouts = st.builds(
     many=st.lists(layouts, min_size=1, max_size=20),
     size=st.sampled_from([0, 1, 2, 3]),
     chunks=st.sampled_from([1, 1, 2, 3, 7]),
+    every=st.sampled_from([1, 1, 2]),
+    per_stage=st.sampled_from([None, None, (1,), (1, 0)]),
     model=st.sampled_from([LLAMA, GPT]),
 )
 @settings(max_examples=200, deadline=None)
-def test_legality_of_arrays_is_that_of_one(many: list[Layout], size: int, chunks: int, model: ModelSpec) -> None:
-    many = [replace(layout, zero_group=size, tensor_overlap_chunks=chunks) for layout in many]
+def test_legality_of_arrays_is_that_of_one(
+    many: list[Layout], size: int, chunks: int, every: int, per_stage: tuple[int, ...] | None, model: ModelSpec
+) -> None:
+    shared = {"zero_group": size, "tensor_overlap_chunks": chunks}
+    shared |= {"recompute_every": every, "recompute_layers": per_stage}
+    many = [replace(layout, **shared) for layout in many]
     broken = np.any(list(legal.illegal(model, JOB, CLUSTER, of(many)).values()), axis=0)
     assert broken.tolist() == [bool(problems(model, JOB, CLUSTER, layout)) for layout in many]
 
@@ -126,3 +135,24 @@ def test_a_layout_survives_the_arrays() -> None:
     )
     many = of([Layout(), layout])
     assert isinstance(many, Candidates) and many.layout(1) == layout
+
+
+def predicted(**chosen: Any) -> Prediction:
+    layout = Layout(pipeline=2, stage_layers=(4, 4), micro_batch=1, **chosen)
+    prediction = predict(replace(LLAMA, num_layers=8), JOB, CLUSTER, layout).prediction
+    assert prediction is not None
+    return prediction
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_memory_and_time_of_some_recomputed_layers_lie_between(recompute: str) -> None:
+    """Each layer saves the same memory and costs the same seconds; a stage without any keeps everything."""
+    none, one = predicted(), predicted(recompute=recompute, recompute_layers=(1, 0))
+    half, whole = predicted(recompute=recompute, recompute_every=2), predicted(recompute=recompute)
+    bare, first, some, full = (found.memory_bytes[0]["activations"] for found in (none, one, half, whole))
+    assert full < some < first < bare
+    assert some - full == 2 * (first - some)
+    assert one.memory_bytes[1] == none.memory_bytes[1]
+    seconds = [found.step_s_by_kind["recompute"] for found in (none, half, whole)]
+    assert seconds[0] == 0
+    assert seconds[1] == pytest.approx(seconds[2] / 2)
