@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 from phalanx.plan.comm import Group
+from phalanx.trainer.loop import Clock
 from phalanx.trainer.recorder import Recorder
 from phalanx.watch.events import RingWriter, read_ring
+from phalanx.watch.metrics import AXES
 
 GROUP = Group(name="data", ranks=(0, 2))
 
@@ -24,6 +26,16 @@ def test_counts_until_it_is_reset() -> None:
     assert recorder.messages == recorder.seconds == {}
     recorder.begin(site, 3, 400)
     assert recorder.messages == {("data", "gradients", "all_reduce"): [1, 400]}
+
+
+def test_a_clock_tells_whose_communication_a_rank_was_blocked_in() -> None:
+    """Derived groups count for their axis; what all ranks wait for together is no compute."""
+    recorder = Recorder()
+    clock = Clock(recorder)
+    recorder.seconds.update({"tensor": 1.0, "kv": 0.5, "tied": 0.25, "world": 2.0})
+    assert dict(zip(AXES, clock.lap()[1:], strict=True)) == {"tensor": 1.5, "pipeline": 0.25, "data": 0, "world": 2}
+    recorder.seconds["world"] += 1.0
+    assert dict(zip(AXES, clock.lap()[1:], strict=True)) == {"tensor": 0, "pipeline": 0, "data": 0, "world": 1}
 
 
 def test_the_ring_file_follows(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ ACCUMULATION_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
 HEAD_ROWS = 1024
 """Rows of logits that exist at a time, for full logits are often the largest tensor of a run (formulas.md 3)."""
 
-NUM_STATISTICS = 7
-"""Float64 numbers in the control message of a step: loss, squared norm, votes to stop, and four sums of seconds."""
+NUM_STATISTICS = 8
+"""Float64 numbers in the control message of a step: loss, squared norm, votes to stop, and five sums of seconds."""
 
 NUM_VALIDATION_STATISTICS = 3
 """Float64 numbers in the message of a round of validation: summed loss, supervised tokens, votes to stop."""

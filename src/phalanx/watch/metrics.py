@@ -14,8 +14,9 @@ from typing import Any
 
 from phalanx.errors import InputError
 
-AXES = ("tensor", "pipeline", "data")
-"""Axes whose communication is told apart; "compute" is the rest of the time."""
+AXES = ("tensor", "pipeline", "data", "world")
+"""Whose communication is told apart: that of each axis and that of all ranks together, which is little but waiting for
+the slowest at the end of a step. "compute" is the rest of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class StepRecord:
     or went on whose loss or norm was no finite number, so that they changed no weight.
 
     `step_s`: wall seconds from one step's end to the next; `share`: the parts of it that the average rank computed, or
-    was blocked in communication of an axis (waiting for a late peer included), adding up to 1. `tokens_per_s` counts
+    was blocked in communication of one of AXES (waiting for a late peer included), adding up to 1. `tokens_per_s` counts
     each token of the global batch once, whatever the layout.
 
     After some steps, `validation_loss` is the mean cross-entropy over all that is validated on, after the update, and
