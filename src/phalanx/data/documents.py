@@ -40,14 +40,22 @@ class Documents:
 
     def begin_within(self, firsts: Integers, length: int) -> npt.NDArray[np.bool_]:
         """[len(firsts), length]: whether a document begins at token `firsts[i] + j`."""
+        begins = np.zeros((len(firsts), length), dtype=np.bool_)
+        rows, starts = self.starts_within(firsts, length)
+        begins[rows, starts - firsts[rows]] = True
+        return begins
+
+    def starts_within(self, firsts: Integers, length: int) -> tuple[Integers, Integers]:
+        """The documents that begin in [`firsts[i]`, `firsts[i] + length`): for each its i and its first token. Of
+        documents that begin at one token, all but the last being empty, one is named."""
         before = self.begun(firsts - 1)
         counts = self.begun(firsts + (length - 1)) - before
         rows = np.repeat(np.arange(len(firsts)), counts)
         earlier = np.cumsum(counts) - counts
-        documents = np.arange(len(rows)) + (before - earlier)[rows]
-        begins = np.zeros((len(firsts), length), dtype=np.bool_)
-        begins[rows, self.start(documents) - firsts[rows]] = True
-        return begins
+        starts = self.start(np.arange(len(rows)) + (before - earlier)[rows])
+        new = np.ones(len(rows), dtype=np.bool_)
+        new[1:] = (starts[1:] != starts[:-1]) | (rows[1:] != rows[:-1])
+        return rows[new], starts[new]
 
     def around(self, token: int) -> tuple[int, int]:
         """The last document start at or before `token`, and the next one (the end of the file counts as one)."""

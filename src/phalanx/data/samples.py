@@ -58,11 +58,6 @@ class Samples:
         """Samples with at least one label."""
         return max(0, -(-(self.last - self.first - 1) // self.seq_len))
 
-    @property
-    def all_supervised(self) -> bool:
-        """Whether every label of every whole sample is."""
-        return self.mask is None and self.documents is None
-
     def tokens(self, ids: Integers) -> Integers:
         """The tokens of samples `ids`: int64 [samples, seq_len + 1], zeros beyond the end."""
         samples = np.zeros((len(ids), self.seq_len + 1), dtype=np.int64)
@@ -85,6 +80,18 @@ class Samples:
         if self.documents is not None:
             flags &= ~self.documents.begin_within(starts, self.seq_len)
         return flags
+
+    def num_supervised(self, ids: Integers) -> int:
+        """How many labels of whole samples `ids` count; much faster than to ask which."""
+        starts = self._starts(ids) + 1
+        number = len(ids) * self.seq_len
+        if self.mask is not None:
+            rows = (self.mask[start : start + self.seq_len] for start in starts.tolist())
+            number = sum(int(np.count_nonzero(row)) for row in rows)
+        if self.documents is not None:
+            _, begins = self.documents.starts_within(starts, self.seq_len)
+            number -= len(begins) if self.mask is None else int(np.count_nonzero(self.mask[begins]))
+        return number
 
     def positions(self, ids: Integers) -> Integers:
         """How far each token of samples `ids` stands from the beginning of its document, or of the sample if that is
@@ -129,7 +136,7 @@ def _mask(file: TokenFile) -> npt.NDArray[np.uint8] | None:
     if size != file.num_tokens:
         what = f"has {size:,} bytes for {file.num_tokens:,} tokens"
         raise DataError(what, where=str(path), instead="one byte per token: build the data again, or delete the mask")
-    return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size else np.empty(0, np.uint8)
 
 
 def split(file: TokenFile, fraction: float) -> int:

@@ -7,7 +7,7 @@ reads it. Nothing here knows a layout or a rank, so all layouts see the same dat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from phalanx.data.mixture import choose, shares
 from phalanx.data.order import in_order
-from phalanx.data.samples import Flags, Integers, Samples, split
+from phalanx.data.samples import Integers, Samples, split
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import DataError
 from phalanx.spec.job import DataSpec, JobSpec
@@ -87,12 +87,10 @@ class Source:
         ids = np.empty_like(earlier)
         for index, samples in enumerate(self.sets):
             ids[sets == index] = in_order(earlier[sets == index], samples.num_samples, self.seed, index)
+        # Every rank counts for the whole global batch: that spares a message.
+        counts = (samples.num_supervised(ids[sets == index]) for index, samples in enumerate(self.sets))
         mine = np.asarray(positions, dtype=np.int64)
-        if all(samples.all_supervised for samples in self.sets):
-            return self._read(self.sets, sets[mine], ids[mine], None, self.global_batch * self.seq_len)
-        # Every rank reads the marks of the whole global batch: that spares a message.
-        supervised = self._supervised(self.sets, sets, ids)
-        return self._read(self.sets, sets[mine], ids[mine], supervised[mine], int(supervised.sum()))
+        return replace(self._read(self.sets, sets[mine], ids[mine]), num_supervised=sum(counts))
 
     @property
     def num_rounds(self) -> int:
@@ -105,30 +103,21 @@ class Source:
         numbers = number * self.global_batch + np.asarray(positions, dtype=np.int64)
         firsts = np.cumsum([0, *(samples.num_with_short for samples in self.held_out[:-1])])
         sets = np.searchsorted(firsts, numbers, side="right") - 1
-        ids = numbers - firsts[sets]
-        supervised = self._supervised(self.held_out, sets, ids)
-        return self._read(self.held_out, sets, ids, supervised, int(supervised.sum()))
+        return self._read(self.held_out, sets, numbers - firsts[sets])
 
-    def _supervised(self, parts: Sequence[Samples], sets: Integers, ids: Integers) -> Flags:
-        flags = np.empty((len(ids), self.seq_len), dtype=np.bool_)
-        for index, samples in enumerate(parts):
-            flags[sets == index] = samples.supervised(ids[sets == index])
-        return flags
-
-    def _read(
-        self, parts: Sequence[Samples], sets: Integers, ids: Integers, supervised: Flags | None, num_supervised: int
-    ) -> Batch:
-        """Samples `ids` of `sets`, of which the labels in `supervised` count (None: all)."""
+    def _read(self, parts: Sequence[Samples], sets: Integers, ids: Integers) -> Batch:
+        """Samples `ids` of `sets`; `num_supervised` counts them alone."""
         tokens = np.empty((len(ids), self.seq_len + 1), dtype=np.int64)
+        supervised = np.empty((len(ids), self.seq_len), dtype=np.bool_)
         positions = np.empty((len(ids), self.seq_len), dtype=np.int64) if self.data.documents == "separate" else None
         for index, samples in enumerate(parts):
-            tokens[sets == index] = samples.tokens(ids[sets == index])
+            rows = sets == index
+            tokens[rows], supervised[rows] = samples.tokens(ids[rows]), samples.supervised(ids[rows])
             if positions is not None:
-                positions[sets == index] = samples.positions(ids[sets == index])
-        labels = tokens[:, 1:].copy()
-        if supervised is not None:
-            labels[~supervised] = NOT_SUPERVISED
-        return Batch(tokens=tokens[:, :-1].copy(), labels=labels, num_supervised=num_supervised, positions=positions)
+                positions[rows] = samples.positions(ids[rows])
+        labels = np.where(supervised, tokens[:, 1:], NOT_SUPERVISED)
+        number = int(np.count_nonzero(supervised))
+        return Batch(tokens=tokens[:, :-1].copy(), labels=labels, num_supervised=number, positions=positions)
 
     def describe(self, num_steps: int) -> list[str]:
         """Lines: how much data there is, how often a run of `num_steps` passes through it, and what is attended."""

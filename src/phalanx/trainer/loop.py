@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from phalanx.data.prefetch import Batches, Prefetch
 from phalanx.data.source import Source
 from phalanx.plan.groups import AXIS_OF
 from phalanx.plan.plan import Plan
@@ -45,7 +46,7 @@ class Clock:
         return spent
 
 
-def step(engine: Engine, source: Source, clock: Clock, stop: StopRequest, guards: Guards, number: int) -> StepRecord:
+def step(engine: Engine, source: Batches, clock: Clock, stop: StopRequest, guards: Guards, number: int) -> StepRecord:
     """One optimizer step, `number` counting from 0: read, forward and backward, make gradients whole, update."""
     plan, job = engine.plan, engine.plan.job
     batch = source.batch(number, list(engine.positions))
@@ -81,8 +82,12 @@ def train(plan: Plan, run_dir: RunDir) -> None:
 
 def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
     """Train from the last checkpoint, or the beginning, to the end."""
+    with Prefetch(Source.of(plan.job, plan.model.vocab), plan.job.num_steps) as source:
+        _train_on(source, world, plan, run_dir)
+
+
+def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> None:
     job = plan.job
-    source = Source.of(job, plan.model.vocab)
     engine = Engine(plan, world.coord, world.comm, world.device, _follow(world))
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.data.source import Source
+from phalanx.data.prefetch import Batches
 from phalanx.plan.comm import Work
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.stop import StopRequest
@@ -19,7 +19,7 @@ from phalanx.watch.metrics import StepRecord
 class Validation:
     """Validates as `job.data` says; all ranks make the same calls."""
 
-    def __init__(self, engine: Engine, source: Source, stop: StopRequest) -> None:
+    def __init__(self, engine: Engine, source: Batches, stop: StopRequest) -> None:
         self._engine, self._source, self._stop = engine, source, stop
         self._job, self._world = engine.plan.job, engine.comm("world")
 

@@ -46,6 +46,8 @@ def test_positions_and_labels_of_separate_documents(
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
     ids = np.arange(samples.num_with_short + 1)  # and one beyond the end
     tokens, supervised, positions = samples.tokens(ids), samples.supervised(ids), samples.positions(ids)
+    whole = np.arange(samples.num_samples)
+    assert samples.num_supervised(whole) == supervised[: len(whole)].sum()
     labels = 0
     for row in ids.tolist():
         since = 0
@@ -67,7 +69,7 @@ def test_positions_and_labels_of_separate_documents(
 
 def test_where_documents_are_joined_every_label_counts(tmp_path: Path):
     samples = Samples(write(tmp_path, [5, 6]), seq_len=4, vocab=VOCAB)
-    assert samples.all_supervised
+    assert samples.num_supervised(np.array([0, 1])) == 8
     assert samples.supervised(np.array([0, 1, 2])).tolist() == [[True] * 4, [True] * 4, [True, True, False, False]]
 
 
@@ -76,12 +78,12 @@ def test_a_mask_says_which_tokens_are_labels_that_count(tmp_path: Path):
     mask = np.arange(17) % 3 == 0  # tokens 0, 3, 6, 9, 12, 15
     mask_path(file.prefix).write_bytes(mask.astype(np.uint8).tobytes())
     samples = Samples(file, seq_len=8, vocab=VOCAB)
-    assert not samples.all_supervised
     expected = [[1 + column in (3, 6) for column in range(8)], [9 + column in (9, 12, 15) for column in range(8)]]
     assert samples.supervised(np.array([0, 1])).tolist() == expected
     expected[1][0] = False  # token 9 begins a document
     separate = Samples(file, seq_len=8, vocab=VOCAB, separate=True)
     assert separate.supervised(np.array([0, 1])).tolist() == expected
+    assert (samples.num_supervised(np.array([0, 1])), separate.num_supervised(np.array([1, 0]))) == (5, 4)
 
 
 @pytest.mark.parametrize(
