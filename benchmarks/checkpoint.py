@@ -133,9 +133,9 @@ class Bench:
         ]
         for turn in range(len(loads)):
             name, paths, act = loads[(number + turn) % len(loads)]
-            for prepare in (read_through, forget):  # a virtual machine gets memory for its page cache slowly, once
-                for path in paths:
-                    prepare(path)
+            act()  # a virtual machine gets memory for its page cache slowly, the first time
+            for path in paths:
+                forget(path)
             self.timed(name, act)
         copies = [torch.zeros_like(piece.tensor) for piece in self.owned]
         self.timed("copy", lambda: [copy.copy_(piece.tensor) for copy, piece in zip(copies, self.owned, strict=True)])
@@ -178,13 +178,6 @@ def read_plain(path: Path, pieces: Sequence[StatePiece]) -> None:
 def _memory(key: str) -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{key}:")[1].split()[0]) * 1024
-
-
-def read_through(path: Path) -> None:
-    scratch = bytearray(CHUNK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(scratch):
-            pass
 
 
 def forget(path: Path) -> None:

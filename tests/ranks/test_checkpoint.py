@@ -203,11 +203,13 @@ def test_a_run_that_ends_where_it_has_just_saved_saves_once(data, tmp_path):
 def test_a_last_state_that_cannot_be_saved_is_a_failed_run(data, tmp_path, monkeypatch):
     run_dir, plan = RunDir(tmp_path), plan_of(data, ONE)
     run_dir.create()
-    continuation = Continuation(solo_engine(plan), run_dir, lambda line: None)
+    said: list[str] = []
+    continuation = Continuation(solo_engine(plan), run_dir, said.append)
     continuation.restore()
     monkeypatch.setattr(Saver, "_check_space", refuse)
     with pytest.raises(RunError, match=r"the state after step 6 could not be saved; .* there is none"):
         continuation.finish(6)
+    assert said == ["checkpoint of step 6 NOT saved: No space left on device"]
 
 
 def refuse(saver: Saver) -> None:

@@ -1,6 +1,7 @@
 """Kills at every moment of a save, and disks that refuse: the last published checkpoint is whole, always.
 
-The state here is one number in every element, the step, so that a mixture of two saves cannot hide.
+The state here is one number in every element, the step, so that a mixture of two saves cannot hide. PHALANX_KILLS=50
+kills at so many moments instead of ten.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def lethal(module: object, name: str, number: int) -> None:
     setattr(module, name, call)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PHALANX_KILLS", "10"))))
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, seed):
     """Each rank dies at a moment of its own while one save follows on the other; the survivor dies of that."""
     delays = random.Random(seed).choices([0.02 + 0.03 * i for i in range(20)], k=2)

@@ -97,3 +97,14 @@ def assert_equal(have, want, *, partly: bool = False):
     for key, tensor in have.items():
         held = ~tensor.isnan() if partly else torch.ones_like(tensor, dtype=torch.bool)
         assert torch.equal(tensor[held], want[key][held]), key
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(data=4), Layout(data=8, zero=1, zero_group=2), Layout(data=4, zero=3)], ids=str
+)
+def test_ranks_that_hold_the_same_share_the_writing(layout):
+    """Each rank writes its share of every element, once, up to the padding of parts."""
+    plan = tiny_plan(layout, MODELS["llama"], global_batch=24)
+    owned = [sum(piece.tensor.numel() for piece in pieces if piece.owned) for pieces in pieces_of(engines(plan))]
+    assert sum(owned) == 3 * plan.model.num_parameters
+    assert max(owned) <= 1.1 * sum(owned) / layout.num_ranks

@@ -97,14 +97,17 @@ def set_aside(folder: Path, after: int) -> list[str]:
     return names
 
 
-def retain(folder: Path, keep: int, token: str) -> list[str]:
-    """Delete all checkpoints older than the newest `keep` whole ones (0: none). Returns their names. Raises OSError.
+def retain(folder: Path, keep: int, keep_every: int, token: str) -> list[str]:
+    """Delete all checkpoints older than the newest `keep` whole ones (0: none), but not those of steps that are
+    multiples of `keep_every` (0: no such). Returns their names. Raises OSError.
 
     Damaged ones do not count, so that the last whole one is never deleted for their sake.
     """
     num_whole, deleted = 0, []
-    for _, path in checkpoints(folder) if keep else ():
+    for step, path in checkpoints(folder) if keep else ():
         if num_whole >= keep:
+            if keep_every and step % keep_every == 0:
+                continue
             # Renamed first: a kill in the midst of the deletion leaves nothing that looks like a checkpoint.
             half = path.rename(unfinished(folder, path.name, token))
             shutil.rmtree(half)

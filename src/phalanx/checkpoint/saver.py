@@ -48,6 +48,7 @@ class _Write:
     extra: Mapping[str, Any]
     aside: Path
     since_s: float
+    background: bool
     thread: threading.Thread = field(init=False)
     error: Exception | None = None
     publishing: bool = False
@@ -102,13 +103,13 @@ class Saver:
         problem = self._try(lambda: self._make(aside)) if self._first else ""
         problems = agree(self._comm, problem, self._device)
         if problems:
-            self._give_up(step, aside, problems)
+            self._give_up(step, aside, problems, background)
             return
         pieces: Sequence[Piece] = self._owned
         if background:
             self._snapshot = self._snapshot or Snapshot(self._owned)
             pieces = self._snapshot.take()
-        write = self._write = _Write(step, extra, aside, since_s)
+        write = self._write = _Write(step, extra, aside, since_s, background)
         self._start(write, lambda: write_part(aside, self._comm.index, step, pieces))
         if not background:
             self.wait()
@@ -130,7 +131,7 @@ class Saver:
             return False
         self._write = None
         if problems:
-            self._give_up(write.step, write.aside, problems)
+            self._give_up(write.step, write.aside, problems, write.background)
         else:
             self.last_step = write.step
             seconds = time.monotonic() - write.since_s
@@ -209,12 +210,14 @@ class Saver:
     def _publish(self, write: _Write) -> None:
         target = self._run_dir.checkpoint(write.step)
         publish(write.aside, target, self._plan, write.step, write.extra, self._comm.size)
-        problem = self._try(lambda: folders.retain(self._folder, self._plan.job.checkpoint.keep, self._token))
+        job = self._plan.job.checkpoint
+        problem = self._try(lambda: folders.retain(self._folder, job.keep, job.keep_every, self._token))
         if problem:
             write.remark = f"; an old one could not be deleted: {problem}"
 
-    def _give_up(self, step: int, aside: Path, problems: Sequence[str]) -> None:
-        self._say(f"checkpoint of step {step} NOT saved, training goes on: {'; '.join(problems)}")
+    def _give_up(self, step: int, aside: Path, problems: Sequence[str], background: bool) -> None:
+        then = ", training goes on" if background else ""
+        self._say(f"checkpoint of step {step} NOT saved{then}: {'; '.join(problems)}")
         if self._first and aside.exists():
             problem = self._try(lambda: shutil.rmtree(aside))
             if problem:

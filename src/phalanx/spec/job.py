@@ -74,7 +74,8 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """A checkpoint every `every_steps` steps (0: only at the end); the newest `keep` are kept (0: all).
+    """A checkpoint every `every_steps` steps (0: only at the end); the newest `keep` are kept (0: all), and for
+    good those of every `keep_every`-th step (0: none).
 
     `resume` "auto" goes on from the newest checkpoint in the run folder if there is one, "never" starts anew; a path
     goes on from that checkpoint. A run that has nothing to go on from starts with the weights of `init_from`, a Hugging
@@ -84,6 +85,7 @@ class CheckpointSpec:
 
     every_steps: Whole = 0
     keep: Whole = 3
+    keep_every: Whole = 0
     resume: str = "auto"
     init_from: str | None = None
     verify: bool = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.plan.shards import Parameter, Rectangle
+from phalanx.trainer.data_parallel import Slice
 from phalanx.trainer.engine import Engine
 
 
@@ -31,13 +32,26 @@ def state(engine: Engine) -> Iterator[StatePiece]:
 
     After that, `engine.publish()` carries restored master weights to where forward reads them.
     """
+    replicas = engine.data.replicas
     for part, tensors in zip(engine.data.slices, engine.optimizer.state(), strict=True):
-        for piece, box, stretch in part.rectangles():
-            for kind, flat in tensors.items():
-                yield StatePiece(
-                    kind=kind,
-                    parameter=piece.parameter,
-                    rectangle=box,
-                    tensor=flat[stretch].view(box.shape),
-                    owned=engine.data.first_replica and part.part.counted,
-                )
+        for first, last, mine in _shares(part, replicas.index, replicas.size):
+            for piece in part.buffer.layout.pieces:
+                for begin, box in piece.rectangles(first, last):
+                    for kind, flat in tensors.items():
+                        yield StatePiece(
+                            kind=kind,
+                            parameter=piece.parameter,
+                            rectangle=box,
+                            tensor=flat[begin - part.start :][: box.num_elements].view(box.shape),
+                            owned=mine and part.part.counted,
+                        )
+
+
+def _shares(part: Slice, index: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """The elements of a slice that `size` ranks hold alike, cut evenly so that they share the work of writing: those
+    before the share of the rank at `index`, its own, and those behind it."""
+    share = (part.stop - part.start) // size  # parts are padded so that this divides
+    first = part.start + index * share
+    yield part.start, first, False
+    yield first, first + share, True
+    yield first + share, part.stop, False

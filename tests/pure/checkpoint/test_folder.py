@@ -92,17 +92,24 @@ def test_the_newest_are_kept(tmp_path, keep):
     steps = [10, 20, 30, 40]
     for step in steps:
         make(tmp_path, step)
-    deleted = folders.retain(tmp_path, keep, "t")
+    deleted = folders.retain(tmp_path, keep, 0, "t")
     kept = steps[-keep:] if keep else steps
     assert names(tmp_path) == [f"step-{step:06d}" for step in kept]
     assert sorted(deleted) == [f"step-{step:06d}" for step in steps if step not in kept]
+
+
+def test_some_are_kept_for_good(tmp_path):
+    for step in (10, 20, 30, 40, 50):
+        make(tmp_path, step)
+        folders.retain(tmp_path, 1, 20, "t")
+    assert names(tmp_path) == ["step-000020", "step-000040", "step-000050"]
 
 
 def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
     make(tmp_path, 10)
     make(tmp_path, 20)
     (make(tmp_path, 30) / "state").unlink()
-    folders.retain(tmp_path, 1, "t")
+    folders.retain(tmp_path, 1, 0, "t")
     assert folders.find(tmp_path).step == 20
     assert names(tmp_path) == ["step-000020", "step-000030"]
 
