@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from tiny import STYLES, tiny_model, tiny_plan
 from torch import Tensor
 
 from phalanx.data.source import NOT_SUPERVISED, Source
-from phalanx.data.tokens import TokenWriter
+from phalanx.data.tokens import TokenWriter, mask_path
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.spec.job import DataSpec
+from phalanx.rundir import RunDir
+from phalanx.spec.job import DataSet, DataSpec, OptimizerSpec
 from phalanx.trainer.engine import Engine
+from phalanx.trainer.loop import train_in
 from phalanx.trainer.micro_batch import MicroBatch
 from phalanx.trainer.world import World
+from phalanx.watch.metrics import read
 
 SEPARATE = DataSpec(documents="separate")
 
@@ -116,3 +120,28 @@ def test_case_26_the_end_of_a_document_does_not_predict_the_next(tmp_path: Path)
     assert source.describe(1)[-1] == "attention stays within each document"
     joined = Source(DataSpec(path=data.path), seq_len=32, seed=1, global_batch=1, vocab=250)
     assert "attention crosses the ends of documents" in joined.describe(1)[-1]
+
+
+def train_on(world: World, plan: Plan, run_dir: RunDir) -> None:
+    train_in(world, plan, run_dir)
+
+
+def losses(plan: Plan, run_dir: RunDir) -> list[float]:
+    run_dir.create()
+    run_worlds(plan.layout, train_on, plan, run_dir, model=plan.model)
+    return [record.loss for record in read(run_dir.metrics)]
+
+
+def test_case_45_a_mixture_goes_on_where_it_was_with_another_data_size(tmp_path: Path) -> None:
+    """Two sets, one of which has a mask, documents apart; 4 steps on data 2, then on data 4 instead of on data 2."""
+    paths = [packed_file(tmp_path, [30] * 40, seed).path for seed in (2, 3)]
+    mask_path(tmp_path / "tokens-3").write_bytes((np.arange(1200) % 3 > 0).astype(np.uint8).tobytes())
+    sets = tuple(DataSet(path=str(path), weight=weight) for path, weight in zip(paths, (0.7, 0.3), strict=True))
+    optimizer = OptimizerSpec(lr=1e-2, schedule="constant")
+    job = {"data": DataSpec(sets=sets, documents="separate"), "precision": "fp32", "optimizer": optimizer}
+    plan = tiny_plan(Layout(data=2, zero=1), tiny_model(num_layers=1), num_steps=8, **job)
+    straight = losses(plan, RunDir(tmp_path / "straight"))
+    half = replace(plan, job=replace(plan.job, num_steps=4))
+    assert losses(half, RunDir(tmp_path / "halves")) == straight[:4]
+    wider = replace(plan, layout=Layout(data=4, zero=1))
+    assert losses(wider, RunDir(tmp_path / "halves")) == pytest.approx(straight, rel=1e-5)

@@ -60,8 +60,9 @@ PLANTS = {
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with TokenWriter(Path("tokens"), "uint16") as writer:
-        writer.add(np.random.default_rng(1).integers(0, 250, 4000))
-        writer.end_document()
+        for document in np.array_split(np.random.default_rng(1).integers(0, 250, 4000), 400):
+            writer.add(document)
+            writer.end_document()
 
 
 @pytest.fixture
@@ -115,6 +116,7 @@ SOUND = {
     "gradients that are zero, bf16": (STAGES, GPT2, "bf16"),
     "one process": (Layout(), LLAMA, "fp32"),
     "shards only": (Layout(data=2, zero=3), LLAMA, "fp32"),
+    "separate documents": (Layout(data=2), LLAMA, "fp32"),
 }
 
 
@@ -122,7 +124,8 @@ SOUND = {
 @pytest.mark.parametrize("case", SOUND)
 def test_what_is_right_passes(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     layout, model, precision = SOUND[case]
-    code, answer = run(small_plan(layout, model, precision=precision), capsys)
+    data = DataSpec(path="tokens", documents="separate" if case == "separate documents" else "joined")
+    code, answer = run(small_plan(layout, model, precision=precision, data=data), capsys)
     assert (code, failed(answer)) == (0, set())
     compared = {finding["name"].split(" ")[0] for finding in answer["findings"] if finding["check"] == "gradients"}
     assert compared == {piece.parameter.name for b in rank_buffers(model, Layout(), Coord(), 16) for piece in b.pieces}

@@ -48,6 +48,8 @@ class Source:
     def __init__(self, data: DataSpec, *, seq_len: int, seed: int, global_batch: int, vocab: int) -> None:
         self.seq_len, self.seed, self.global_batch, self.vocab = seq_len, seed, global_batch, vocab
         self.data = data
+        if not data.mixed:
+            raise DataError("no data", where="[data]", instead='path = "PREFIX", or sets')
         files = [TokenFile(Path(entry.path)) for entry in data.mixed]
         ends = [split(file, data.validation_fraction) if data.validation_fraction else None for file in files]
         self.sets = [self._samples(file, last=end) for file, end in zip(files, ends, strict=True)]

@@ -152,6 +152,11 @@ def test_a_mixture_is_the_same_whatever_the_layout(tmp_path: Path):
         assert sum(rows(source, step, 4, 1), 0) == sum(rows(source, step, 1, 8), 0)
 
 
+def test_no_data_at_all_is_said():
+    with pytest.raises(DataError, match=r"\[data\]: no data"):
+        Source(DataSpec(), seq_len=4, seed=2, global_batch=8, vocab=5000)
+
+
 def test_a_set_too_small_for_its_part_is_named(tmp_path: Path):
     with pytest.raises(DataError, match=r"set-1.*8 tokens are 1 samples of 4.*needs 4 samples"):
         mixed(sets_of(tmp_path, 81, 8), [0.5, 0.5])
