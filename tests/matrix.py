@@ -107,6 +107,8 @@ UNUSUAL = {
     "selective recompute, sequence": (
         tiny_model("gpt2"),
         Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="selective", schedule="zb-h1"),
+    "powersgd of full rank": (tiny_model("gpt2"), Layout(data=2, zero=1, reduce="powersgd", reduce_rank=64)),
+    "top-k of everything": (tiny_model(tied=True), Layout(data=4, reduce="top-k", reduce_fraction=1.0)),
     ),
     "recompute every other layer": (
         tiny_model(num_layers=5),

@@ -48,9 +48,9 @@ def measure(world: World, plan: Plan) -> tuple[StateBytes, int, int]:
         engine.synchronize()
         engine.update(1e-2, 1.0)
     del tokens, labels
-    slices = engine.data.slices
+    slices, errors = engine.data.slices, engine.data.lossy.kept() if engine.data.lossy else ()
     parameters = storages([*(buffer.parameters for buffer in engine.buffers), *(part.parameters for part in slices)])
-    gradients = storages([*(buffer.gradients for buffer in engine.buffers), *(part.gradients for part in slices)])
+    gradients = storages([*(buffer.gradients for buffer in engine.buffers), *(part.gradients for part in slices), *errors])
     optimizer = storages(tensor for state in engine.optimizer.state() for tensor in state.values())
     kept = {**parameters, **gradients, **optimizer}
     others = sum(size for address, size in alive().items() if address not in kept and address not in before)
@@ -75,6 +75,8 @@ LAYOUTS = [
     Layout(data=4, zero=2, zero_group=2),
     Layout(data=4, zero=3),
     Layout(data=4, pipeline=2, zero=3, zero_group=2),
+    Layout(data=2, reduce="powersgd", reduce_rank=2),
+    Layout(data=2, zero=1, reduce="top-k"),
 ]
 
 

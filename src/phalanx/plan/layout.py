@@ -17,6 +17,8 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 Recompute = Literal["none", "selective", "full"]
 
+Reduce = Literal["fp32", "bf16", "fp16", "powersgd", "top-k"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coord:
@@ -61,6 +63,9 @@ class Layout:
     recompute_every: int = 1
     recompute_layers: tuple[int, ...] | None = None
     bucket_bytes: int = 16 * 2**20
+    reduce: Reduce = "fp32"
+    reduce_rank: int = 4
+    reduce_fraction: float = 0.01
     tensor_overlap_chunks: int = 1
 
     @property
@@ -115,6 +120,7 @@ class Layout:
         words += [f"{self.virtual_stages} virtual stages"] if self.virtual_stages > 1 else []
         within = f" within {self.zero_group}" if self.zero_group else ""
         words += [f"ZeRO {self.zero}{within}"] if self.zero else []
+        words += [f"{self.reduce} reduction"] if self.reduce != "fp32" else []
         words += ["sequence parallel"] if self.sequence_parallel else []
         words += [f"{self.tensor_overlap_chunks} chunks"] if self.tensor_overlap_chunks > 1 else []
         some = f" of every {self.recompute_every} layers" if self.recompute_every > 1 else ""

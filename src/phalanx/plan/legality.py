@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from phalanx.errors import Problem
-from phalanx.plan.layout import AXES, Layout, Recompute
+from phalanx.plan.layout import AXES, Layout, Recompute, Reduce
+from phalanx.plan.reduction import WITH_ERRORS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.shards import padded_vocab
 from phalanx.spec.cluster import ClusterSpec
@@ -28,12 +29,32 @@ def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layou
     if not found:
         found += _tensor(model, layout)
         found += _sequence(model, job, layout)
-        found += _pipeline(model, layout)
+        found += _stages(model.num_layers, layout)
         found += _recompute(layout)
         found += _zero_group(layout)
+        found += _reduction(layout)
         found += _batch(job, layout)
         found += _devices(cluster, layout)
     return found
+
+
+def module_problems(job: JobSpec, layout: Layout, num_blocks: int | None = None) -> list[Problem]:
+    """Every reason why `layout` cannot train a module of which no more is known than that it has `num_blocks` blocks,
+    one after another; None: not even that."""
+    found = list(_ranges(layout))
+    if found:
+        return found
+    if layout.tensor > 1:
+        found.append(_problem("tensor", "nothing says how the module is cut over the tensor axis", "tensor = 1"))
+    if num_blocks is not None:
+        found += _stages(num_blocks, layout)
+    elif layout.num_stages > 1:
+        instead = 'prepare(…, blocks="model.layers"), the name of its list of blocks; or pipeline = 1'
+        found.append(_problem("pipeline", "nothing says how the module is cut into stages", instead))
+    if layout.recompute == "selective" or (layout.recompute == "full" and num_blocks is None):
+        instead = 'recompute = "none"' if num_blocks is None else 'recompute = "full" or "none"'
+        found.append(_problem("recompute", f'"{layout.recompute}" is not possible for this module', instead))
+    return [*found, *_zero_group(layout), *_reduction(layout), *_batch(job, layout), *engine_problems(layout)]
 
 
 def _problem(key: str, what: str, instead: str) -> Problem:
@@ -42,7 +63,15 @@ def _problem(key: str, what: str, instead: str) -> Problem:
 
 def _ranges(layout: Layout) -> Iterator[Problem]:
     """Values that are wrong on their own; the other checks divide by them."""
-    for key in (*AXES, "micro_batch", "virtual_stages", "recompute_every", "bucket_bytes", "tensor_overlap_chunks"):
+    for key in (
+        *AXES,
+        "micro_batch",
+        "virtual_stages",
+        "recompute_every",
+        "bucket_bytes",
+        "reduce_rank",
+        "tensor_overlap_chunks",
+    ):
         value = getattr(layout, key)
         if value < 1:
             yield _problem(key, f"{key} is {value}", f"{key} = 1 or more")
@@ -50,6 +79,12 @@ def _ranges(layout: Layout) -> Iterator[Problem]:
         yield _problem("zero", f"there is no ZeRO stage {layout.zero}", "zero = 0, 1, 2 or 3")
     if layout.zero_group < 0:
         yield _problem("zero_group", f"zero_group is {layout.zero_group}", "zero_group = 0 (all of data) or more")
+    if layout.reduce not in get_args(Reduce):
+        nearest = f'reduce = "{_nearest(layout.reduce, get_args(Reduce))}"'
+        yield _problem("reduce", f'there is no reduction "{layout.reduce}"', nearest)
+    if not 0 < layout.reduce_fraction <= 1:
+        what = f"reduce_fraction is {layout.reduce_fraction:g}"
+        yield _problem("reduce_fraction", what, "reduce_fraction = above 0 and at most 1")
     if layout.recompute not in get_args(Recompute):
         nearest = f'recompute = "{_nearest(layout.recompute, get_args(Recompute))}"'
         yield _problem("recompute", f'there is no recompute "{layout.recompute}"', nearest)
@@ -119,24 +154,24 @@ def _chunks(job: JobSpec, layout: Layout) -> Iterator[Problem]:
         )
 
 
-def _pipeline(model: ModelSpec, layout: Layout) -> Iterator[Problem]:
+def _stages(num_layers: int, layout: Layout) -> Iterator[Problem]:
     yield from _virtual_stages(layout)
     stages = f"pipeline {layout.pipeline}"
     if layout.virtual_stages > 1:
         stages += f" × virtual stages {layout.virtual_stages} = {layout.num_stages} stages"
     if layout.stage_layers is None:
-        if layout.num_stages > model.num_layers:
-            most = model.num_layers // layout.virtual_stages
-            instead = f"pipeline = {most} or less" if most else f"virtual_stages = {model.num_layers} or less"
+        if layout.num_stages > num_layers:
+            most = num_layers // layout.virtual_stages
+            instead = f"pipeline = {most} or less" if most else f"virtual_stages = {num_layers} or less"
             instead += ", or stage_layers with a 0 for each stage that shall hold only embedding or head"
-            yield _problem("pipeline", f"{stages} for {model.num_layers} layers", instead)
+            yield _problem("pipeline", f"{stages} for {num_layers} layers", instead)
         return
     if len(layout.stage_layers) != layout.num_stages:
         what = f"stage_layers has {len(layout.stage_layers)} entries, {stages}"
-        yield _problem("stage_layers", what, f"{layout.num_stages} entries that sum to {model.num_layers}")
-    if sum(layout.stage_layers) != model.num_layers:
-        what = f"stage_layers sum to {sum(layout.stage_layers)}, the model has {model.num_layers} layers"
-        yield _problem("stage_layers", what, f"entries that sum to {model.num_layers}, or leave it out")
+        yield _problem("stage_layers", what, f"{layout.num_stages} entries that sum to {num_layers}")
+    if sum(layout.stage_layers) != num_layers:
+        what = f"stage_layers sum to {sum(layout.stage_layers)}, the model has {num_layers} layers"
+        yield _problem("stage_layers", what, f"entries that sum to {num_layers}, or leave it out")
 
 
 def _recompute(layout: Layout) -> Iterator[Problem]:
@@ -181,6 +216,22 @@ def _zero_group(layout: Layout) -> Iterator[Problem]:
         yield _problem("zero_group", f"zero_group {size} does not divide data {data}", f"zero_group = {near}")
     elif size == 1:
         yield _problem("zero_group", "a zero_group of 1 shares nothing", "zero = 0, or zero_group = 2 or more")
+
+
+def _reduction(layout: Layout) -> Iterator[Problem]:
+    """What sends a part of the gradients needs them whole, and keeps an error as large as they are on each rank."""
+    if layout.reduce not in WITH_ERRORS:
+        return
+    if layout.zero >= 2:
+        what = (
+            f"{layout.reduce} keeps errors as large as all gradients on every rank, which zero {layout.zero} is to save"
+        )
+        yield _problem("reduce", what, 'zero = 0 or 1, or reduce = "bf16"')
+    elif layout.zero and layout.num_shards < layout.data:
+        what = (
+            f"{layout.reduce} needs gradients whole, which zero_group {layout.zero_group} cuts before they are reduced"
+        )
+        yield _problem("reduce", what, 'leave zero_group out, or reduce = "bf16"')
 
 
 def _batch(job: JobSpec, layout: Layout) -> Iterator[Problem]:

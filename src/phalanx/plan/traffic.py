@@ -13,6 +13,7 @@ from phalanx.plan.comm import Operation
 from phalanx.plan.groups import data_groups, head_copies_embedding, kv_copies
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
+from phalanx.plan.reduction import NARROW, WITH_ERRORS, factor_elements, num_largest
 from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, forward_only, schedule
 from phalanx.plan.shards import Buffer, Copies, rank_stages, stage_buffers
 from phalanx.plan.stages import Stage, recomputed_layers
@@ -185,30 +186,59 @@ class _Traffic:
         under ZeRO 1 and 2; `_gathers` has those of ZeRO 3."""
         layout = self.plan.layout
         zero, (shards, replicas) = (layout.zero if layout.num_shards > 1 else 0), data_groups(layout)
-        sizes = [buffer.num_elements for buffer in self._completed()]
-        if not sizes:
+        buckets = self._buckets()
+        if not buckets:
             return
-        repeats = self.num_micro_batches if zero >= 2 else 1
-        count, size = len(sizes) if zero >= 2 else self._num_buckets(sizes), sum(sizes) * self.wide_bytes
-        if layout.num_shards > 1:
-            yield _gradients(shards, "reduce_scatter", count * repeats, size * repeats)
-        if layout.num_shards < layout.data:
-            yield _gradients(replicas, "all_reduce", count, size // layout.num_shards)
+        elements = sum(buffer.num_elements for bucket in buckets for buffer in bucket)
+        if layout.reduce in WITH_ERRORS:
+            yield from self._parts_of_gradients(buckets)
+        else:
+            count = sum(map(len, buckets)) if zero >= 2 else len(buckets)
+            repeats = self.num_micro_batches if zero >= 2 else 1
+            if layout.num_shards > 1:
+                yield from self._gradients(shards, "reduce_scatter", count * repeats, elements * repeats)
+            if layout.num_shards < layout.data:
+                yield from self._gradients(replicas, "all_reduce", count, elements // layout.num_shards)
         if zero in (1, 2):
-            yield self._parameters(1, sum(sizes))
+            yield self._parameters(1, elements)
+
+    def _gradients(self, group: str, operation: Operation, count: int, elements: int) -> Iterator[Message]:
+        """Whole gradients, in the dtype of the way; for fp16 the largest of each message is agreed on before."""
+        reduce = self.plan.layout.reduce
+        size = elements * (2 if reduce in NARROW else self.wide_bytes)
+        yield Message(group=group, purpose="gradients", operation=operation, count=count, payload_bytes=size)
+        if reduce == "fp16":
+            size = count * self.wide_bytes
+            yield Message(
+                group=group, purpose="gradient scale", operation="all_reduce", count=count, payload_bytes=size
+            )
+
+    def _parts_of_gradients(self, buckets: Sequence[Sequence[Buffer]]) -> Iterator[Message]:
+        """PowerSGD: left factors with what is no matrix, then right factors. Top-k: values and places from each rank."""
+        layout = self.plan.layout
+        operation: Operation = "all_gather" if layout.reduce == "top-k" else "all_reduce"
+        for bucket in buckets:
+            if layout.reduce == "top-k":
+                sent = [2 * layout.data * sum(num_largest(buffer, layout.reduce_fraction) for buffer in bucket)]
+            else:
+                sent = [
+                    sum(each) for each in zip(*(factor_elements(b, layout.reduce_rank) for b in bucket), strict=True)
+                ]
+            count, size = sum(map(bool, sent)), sum(sent) * self.wide_bytes
+            yield Message(group="data", purpose="gradients", operation=operation, count=count, payload_bytes=size)
 
     def _parameters(self, count: int, elements: int) -> Message:
         shards, size = data_groups(self.plan.layout)[0], elements * self.compute_bytes
         return Message(group=shards, purpose="parameters", operation="all_gather", count=count, payload_bytes=size)
 
-    def _num_buckets(self, sizes: Sequence[int]) -> int:
-        """Messages of at least `bucket_bytes` each, but for the last one."""
-        count, bucket = 0, 0
-        for size in sizes:
-            bucket += size * self.wide_bytes
-            if bucket >= self.plan.layout.bucket_bytes:
-                count, bucket = count + 1, 0
-        return count + (bucket > 0)
+    def _buckets(self) -> list[list[Buffer]]:
+        """Buffers as their gradients become final, in buckets of at least `bucket_bytes` each, but for the last one."""
+        buckets: list[list[Buffer]] = [[]]
+        for buffer in self._completed():
+            if sum(member.num_elements for member in buckets[-1]) * self.wide_bytes >= self.plan.layout.bucket_bytes:
+                buckets.append([])
+            buckets[-1].append(buffer)
+        return [bucket for bucket in buckets if bucket]
 
     def _gathers(self) -> Iterator[Message]:
         """ZeRO 3 makes buffers whole: a layer's for its forward and again for its backward; the embedding's for its
@@ -245,7 +275,3 @@ class _Traffic:
         actions = self.schedule.actions[self.coord.pipeline]
         for chunk in sorted(last, key=lambda chunk: actions.index(last[chunk])):
             yield from reversed(self.buffers[chunk])
-
-
-def _gradients(group: str, operation: Operation, count: int, payload_bytes: int) -> Message:
-    return Message(group=group, purpose="gradients", operation=operation, count=count, payload_bytes=payload_bytes)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.plan.layout import Layout, Recompute
+from phalanx.plan.layout import Layout, Recompute, Reduce
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -52,6 +52,9 @@ class Candidates:
     schedules: tuple[str, ...]
     zero_group: int = 0
     bucket_bytes: int = Layout().bucket_bytes
+    reduce: Reduce = "fp32"
+    reduce_rank: int = 4
+    reduce_fraction: float = 0.01
     tensor_overlap_chunks: int = 1
     recompute_every: int = 1
     recompute_layers: tuple[int, ...] | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from phalanx.plan.reduction import NARROW
 from phalanx.planner import compute, network
 from phalanx.planner.candidates import Array, Candidates
 from phalanx.planner.engine import Engine
@@ -68,7 +69,7 @@ def tail(
     places = network.placements(cluster, layouts)
     states, zero = engine.states_for(precision), layouts.zero[:, None]
     own = held.elements - held.experts
-    reduced = own * engine.reduce_bytes
+    reduced = own * engine.reduce_bytes * _part_sent(layouts, engine)
 
     def split(operation: str, payload: Any, pieces: Any, group: str = "shards") -> Any:
         place = network.Placement(size=places[group].size[:, None], per_node=places[group].per_node[:, None])
@@ -91,6 +92,15 @@ def tail(
     exposed = exposed + _tied_s(cluster, engine, footprint)
     optimizer = compute.optimizer_s(np.where(zero >= 1, held.shard, held.elements), engine, cluster.device)
     return Tail(data_s=reduce_s + gather_s, exposed_s=exposed, optimizer_s=optimizer)
+
+
+def _part_sent(layouts: Candidates, engine: Engine) -> Array:
+    """Bytes that cross the data axis per byte of gradients, priced as a sum of that size. Top-k gathers two numbers per
+    element and rank; of PowerSGD, whose factors' sizes are Traffic's matter, no saving is claimed."""
+    part = np.ones((len(layouts), 1))
+    if layouts.reduce in NARROW:
+        return part * min(1.0, 2.0 / engine.reduce_bytes)
+    return part * layouts.reduce_fraction * layouts.data[:, None] if layouts.reduce == "top-k" else part
 
 
 def _tied_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint) -> Array:

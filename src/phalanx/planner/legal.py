@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.plan.legality import allowed_tensor_sizes, engine_problems
+from phalanx.plan.reduction import WITH_ERRORS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.candidates import RECOMPUTES, Array, Candidates, distinct
 from phalanx.spec.cluster import ClusterSpec
@@ -38,6 +39,8 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
         "micro-batch × data does not divide the global batch": job.global_batch % (layouts.micro_batch * layouts.data)
         > 0,
         "zero_group that ZeRO cannot cut within": _wrong_group(layouts),
+        "reduction of whole gradients, which ZeRO cuts": (layouts.reduce in WITH_ERRORS)
+        & ((layouts.zero >= 2) | ((layouts.zero == 1) & (layouts.num_shards < layouts.data))),
         "recompute_every or recompute_layers that do not fit": _wrong_recompute(layouts),
         "more ranks than devices": ranks > cluster.num_devices,
     }

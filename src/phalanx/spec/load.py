@@ -21,7 +21,7 @@ from phalanx.spec.cluster import ClusterSpec, Device
 from phalanx.spec.document import Document
 from phalanx.spec.job import PYTHON_STDLIB, CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.schema import Checker, Count, Hints, Whole, hints, required, shown, suggest
+from phalanx.spec.schema import Checker, Count, Hints, Part, Whole, hints, required, shown, suggest
 
 
 class LayoutKeys(TypedDict, total=False):
@@ -42,6 +42,9 @@ class LayoutKeys(TypedDict, total=False):
     recompute_every: Count
     recompute_layers: tuple[Whole, ...]
     bucket_bytes: Count
+    reduce: Literal["fp32", "bf16", "fp16", "powersgd", "top-k"]
+    reduce_rank: Count
+    reduce_fraction: Part
     tensor_overlap_chunks: Count
 
 

@@ -8,21 +8,23 @@ keeps (Rajbhandari et al. 2020).
 
 One mechanism: each part of each buffer is cut evenly over the shard group, which is the data axis or neighbours on it,
 and a stage tells what it is about to run. Gradients are reduce-scattered within that group, then each shard is
-all-reduced among the ranks that hold the same one, its replicas. Without ZeRO a shard is everything, and the data axis
-are its replicas; where ZeRO cuts over the whole axis, a shard has no other replica.
+all-reduced among the ranks that hold the same one, its replicas; `reduction` says as what they travel. Without ZeRO a
+shard is everything, and the data axis are its replicas; where ZeRO cuts over the whole axis, a shard has no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from phalanx.plan.comm import Comm, Work
+from phalanx.plan.layout import Layout
 from phalanx.plan.shards import Part, Piece, Rectangle
 from phalanx.trainer.comm import DONE
 from phalanx.trainer.flat import FlatBuffer
 from phalanx.trainer.model import Block
+from phalanx.trainer.reduction import Messages, lossy, wire
 
 
 class Slice:
@@ -51,7 +53,7 @@ class _Reduction:
     """The messages that sum the gradients of some buffers, one after another. `messages` yields each after which there
     is something to do and returns the last."""
 
-    def __init__(self, buffers: Sequence[FlatBuffer], messages: Generator[Work, None, Work]) -> None:
+    def __init__(self, buffers: Sequence[FlatBuffer], messages: Messages) -> None:
         self.buffers, self._messages, self.goes_on = buffers, messages, True
         self._proceed()
 
@@ -87,14 +89,15 @@ class DataParallel:
         buffers: Sequence[FlatBuffer],
         shards: Comm,
         replicas: Comm,
-        zero: int,
-        bucket_bytes: int,
+        layout: Layout,
+        seed: int,
         fill: Callable[[FlatBuffer], None],
     ) -> None:
-        """`fill(buffer)` writes the initial parameters; one buffer at a time is whole if ZeRO 3 keeps shards only."""
+        """`seed` is for what a reduction draws. `fill(buffer)` writes the initial parameters; one buffer at a time is
+        whole if ZeRO 3 keeps shards only."""
         self.buffers, self.shards, self.replicas = tuple(buffers), shards, replicas
-        self.bucket_bytes = bucket_bytes
-        self.zero = zero if shards.size > 1 else 0
+        self.bucket_bytes = layout.bucket_bytes
+        self.zero = layout.zero if shards.size > 1 else 0
         self._slices: dict[FlatBuffer, tuple[Slice, ...]] = {}
         for buffer in buffers:
             buffer.allocate_parameters()
@@ -104,6 +107,8 @@ class DataParallel:
             self._slices[buffer] = tuple(self._slice(buffer, part) for part in buffer.layout.parts)
             if self.zero == 3:
                 buffer.free_parameters()
+        self._wire = wire(layout)
+        self.lossy = lossy(layout, buffers, shards if self.zero else replicas, seed)
         self._bucket: list[FlatBuffer] = []
         self._reductions: list[_Reduction] = []
         self._gathers: dict[FlatBuffer, Work] = {}
@@ -193,13 +198,15 @@ class DataParallel:
                 reduction.advance()
         self._reductions = [*(reduction for reduction in self._reductions if not reduction.done), started]
 
-    def _reduce(self, bucket: Sequence[FlatBuffer], last: bool) -> Generator[Work, None, Work]:
+    def _reduce(self, bucket: Sequence[FlatBuffer], last: bool) -> Messages:
         """Sum gradients over the shard group, into this rank's slices; with `last`, these over all replicas."""
+        if self.lossy:
+            return (yield from self.lossy.all_reduce(bucket))
         slices = [part for buffer in bucket for part in self._slices[buffer]]
         if self.zero:
             whole = [part.buffer.gradients[part.part.start : part.part.stop] for part in slices]
             mine = [part.buffer.gradients[part.start : part.stop] for part in slices]
-            scattered = self.shards.reduce_scatter(whole, out=mine, purpose="gradients", async_op=True)
+            scattered = yield from self._wire.reduce_scatter(self.shards, whole, mine)
             if self.zero == 1 and self.replicas.size == 1:
                 return scattered
             yield scattered
@@ -210,7 +217,7 @@ class DataParallel:
                 buffer.free_gradients()
         if not last:
             return DONE
-        return self.replicas.all_reduce([part.gradients for part in slices], purpose="gradients", async_op=True)
+        return (yield from self._wire.all_reduce(self.replicas, [part.gradients for part in slices]))
 
     def _allocate_gradients(self, block: Block) -> None:
         """Under ZeRO 2, whole gradients of `block` exist from here until they are reduced."""

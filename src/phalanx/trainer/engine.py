@@ -54,7 +54,7 @@ class Engine:
         self.buffers = [buffer for chunk in chunks for buffer in chunk]
         shards, replicas = map(comm, data_groups(layout))
         self.data = DataParallel(
-            self.buffers, shards, replicas, layout.zero, layout.bucket_bytes, functools.partial(fill, seed=job.seed)
+            self.buffers, shards, replicas, layout, job.seed, functools.partial(fill, seed=job.seed)
         )
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
         objective = Objective(vocab=model.vocab, label_smoothing=job.label_smoothing, z_loss=job.z_loss)

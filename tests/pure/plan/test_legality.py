@@ -209,6 +209,34 @@ REFUSED = {
         {},
         ("layout.tensor_overlap_chunks", "tensor_overlap_chunks is 0", "tensor_overlap_chunks = 1 or more"),
     ),
+    "reduction": (
+        Layout(data=2, reduce="topk"),
+        {},
+        ("layout.reduce", 'there is no reduction "topk"', 'reduce = "top-k"'),
+    ),
+    "a part of shards": (
+        Layout(data=2, zero=2, reduce="powersgd"),
+        {},
+        (
+            "layout.reduce",
+            "powersgd keeps errors as large as all gradients on every rank, which zero 2 is to save",
+            'zero = 0 or 1, or reduce = "bf16"',
+        ),
+    ),
+    "a part of a part": (
+        Layout(data=4, zero=1, zero_group=2, reduce="top-k"),
+        {},
+        (
+            "layout.reduce",
+            "top-k needs gradients whole, which zero_group 2 cuts before they are reduced",
+            'leave zero_group out, or reduce = "bf16"',
+        ),
+    ),
+    "a fraction of more than all": (
+        Layout(data=2, reduce="top-k", reduce_fraction=1.5),
+        {},
+        ("layout.reduce_fraction", "reduce_fraction is 1.5", "reduce_fraction = above 0 and at most 1"),
+    ),
     "recompute": (
         Layout(recompute="ful"),
         {},
