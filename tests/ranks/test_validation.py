@@ -96,7 +96,8 @@ CASES = {
     "one process": (tiny_model(), Layout(micro_batch=4)),
     "all axes": (tiny_model("gpt2"), Layout(tensor=2, pipeline=2, data=2, sequence_parallel=True, zero=1)),
     "dropout": (DROPOUT, Layout(tensor=2, pipeline=2)),
-    "zero 2": UNUSUAL["zero 2"],
+    "zero 3 within 2": UNUSUAL["zero 3 within 2, pipeline"],
+    "chunks": UNUSUAL["chunks, sequence"],
     **{name: UNUSUAL[name] for name in ("tensor 8", "zb-v", "dualpipe-v", "zero 3, tied", "zero 3, interleaved")},
     "ends without layers": UNUSUAL["ends without layers"],
 }
