@@ -48,6 +48,7 @@ FAMILIES = {
         transformers.MistralConfig(**SIZES, head_dim=24, sliding_window=None)
     ),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=24)),
     "gpt2": _gpt2,
     "gpt2 untied": lambda: _gpt2(tie_word_embeddings=False),
 }

@@ -64,6 +64,11 @@ UNUSUAL = {
     "tensor 8": (tiny_model(num_heads=8, num_kv_heads=2, head_dim=8), Layout(tensor=8, sequence_parallel=True)),
     "kv copies with biases": (tiny_model(qkv_bias=True, num_kv_heads=1), Layout(tensor=4, data=2, zero=1)),
     "kv copies, one per pair": (tiny_model(num_kv_heads=2), Layout(tensor=4, pipeline=2)),
+    "norms of heads": (tiny_model(qk_norm=True), Layout(tensor=2, pipeline=2, data=2, zero=1)),
+    "norms of heads, kv copies": (
+        tiny_model(qk_norm=True, num_kv_heads=2),
+        Layout(tensor=4, data=2, sequence_parallel=True, recompute="selective"),
+    ),
     "pipeline 8": (tiny_model("gpt2", num_layers=8), Layout(pipeline=8)),
     "uneven stages": (tiny_model(num_layers=5), Layout(pipeline=4, stage_layers=(2, 0, 2, 1))),
     "ends without layers": (tiny_model("gpt2"), Layout(pipeline=4, data=2, zero=1, stage_layers=(0, 2, 2, 0))),

@@ -64,6 +64,13 @@ def test_qwen2(tmp_path_factory, sizes):
 
 
 @settings(max_examples=10)
+@given(sizes=llama_sizes(), head_dim=st.sampled_from([4, 10]))
+def test_qwen3(tmp_path_factory, sizes, head_dim):
+    config = transformers.Qwen3Config(**sizes, head_dim=head_dim)
+    assert ours(config, tmp_path_factory.mktemp("qwen3")) == num_parameters(config)
+
+
+@settings(max_examples=10)
 @given(
     num_heads=st.integers(1, 4),
     num_layers=st.integers(1, 3),

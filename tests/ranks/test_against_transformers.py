@@ -25,19 +25,16 @@ def llama(model: ModelSpec) -> Any:
         "high_freq_factor": model.rope_scaling.high_freq_factor,
         "original_max_position_embeddings": model.rope_scaling.original_max_seq_len,
     }
-    make, config = (
-        (transformers.Qwen2ForCausalLM, transformers.Qwen2Config)
-        if model.qkv_bias
-        else (transformers.LlamaForCausalLM, transformers.LlamaConfig)
-    )
-    return make(
-        config(
+    family = "Qwen3" if model.qk_norm else "Qwen2" if model.qkv_bias else "Llama"
+    return getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(
             vocab_size=model.vocab,
             hidden_size=model.hidden,
             intermediate_size=model.ffn,
             num_hidden_layers=model.num_layers,
             num_attention_heads=model.num_heads,
             num_key_value_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
             max_position_embeddings=model.max_seq_len,
             rms_norm_eps=model.norm_eps,
             rope_theta=model.rope_theta,
@@ -104,6 +101,7 @@ MODELS = {
         rope_scaling=RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, original_max_seq_len=64),
     ),
     "qwen2": tiny_model(qkv_bias=True, norm_eps=1e-6),
+    "qwen3": tiny_model(qk_norm=True, head_dim=24, norm_eps=1e-6),
     "gpt2": tiny_model("gpt2"),
 }
 

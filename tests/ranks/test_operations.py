@@ -249,6 +249,7 @@ def test_operations_hold_for_any_sizes(data: st.DataObject) -> None:
         head_dim=2 * data.draw(st.integers(1, 9)),
         ffn=tensor * data.draw(st.integers(1, 40)),
         vocab=data.draw(st.integers(100, 300)),
+        qk_norm=data.draw(st.booleans()),
     )
     seq_len = tensor * data.draw(st.integers(2, 6))
     layout = Layout(

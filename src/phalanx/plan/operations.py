@@ -205,6 +205,18 @@ def norm(name: str, model: ModelSpec, cut: Cut, *, again: bool = False) -> Block
     return elementwise(name, 2 * wide, 4 * wide, kept, again=again)
 
 
+def head_norms(cut: Cut) -> Block:
+    """Norms over the width of each query and key head: a pass over q, k and v each way. Keeps them as they were before,
+    and one statistic per head that is normed."""
+    wide = cut.tokens * (cut.q + 2 * cut.kv) * cut.element
+    kept = [
+        Kept(name="q, k, v before norms", bytes=wide),
+        Kept(name="query scales", bytes=cut.tokens * cut.heads * cut.statistic),
+        Kept(name="key scales", bytes=cut.tokens * cut.kv_heads * cut.statistic),
+    ]
+    return elementwise("head norms", 2 * wide, 3 * wide, kept)
+
+
 def residual(name: str, model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """Bias, dropout and addition to the residual stream in one pass."""
     wide = cut.rows * cut.hidden * cut.element
@@ -230,6 +242,7 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
             _keeps("qkv input", linear_input, again=cheap),
             linear("qkv", cut.tokens, cut.hidden, cut.q + own_kv, cut, kernels, pieces=opens),
             linear("kv", cut.tokens, cut.hidden, 2 * cut.kv, cut, kernels, count=copied, pieces=opens),
+            head_norms(cut) if model.qk_norm else join(()),
             elementwise("rotary", 2 * rotary, 2 * rotary),
             _keeps("q, k, v", cut.tokens * (cut.q + 2 * cut.kv) * e),
             core if cheap else repeated(core),

@@ -32,7 +32,7 @@ ALIGNMENT = 32
 VOCAB_MULTIPLE = 16
 """Each tensor rank's rows of the vocabulary are a multiple of this, which keeps matrix products aligned."""
 
-Copies = Literal["none", "tensor", "kv", "tied"]
+Copies = Literal["none", "tensor", "heads", "kv", "tied"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,9 @@ class Leaf:
 class Part:
     """Values of a buffer that are treated alike, elements [start, stop) with padding.
 
-    `copies` says who holds the same values: nobody ("none"), all of the tensor axis ("tensor"), the ranks of the "kv"
-    group, or the first stage ("tied"). `counted`: whether this rank's copy is the one that counts towards norms.
+    `copies` says who holds the same values: nobody ("none"), all of the tensor axis ("tensor"; "heads" where each uses
+    them for its own heads only), the ranks of the "kv" group, or the first stage ("tied"). `counted`: whether this
+    rank's copy is the one that counts towards norms.
     """
 
     decayed: bool
@@ -197,9 +198,9 @@ class _Cutter:
         self.model, self.size, self.index = model, layout.tensor, coord.tensor
         self.kv_copies = kv_copies(model, layout.tensor)
 
-    def whole(self, leaf: str, parameter: Parameter) -> Draft:
+    def whole(self, leaf: str, parameter: Parameter, copies: Copies = "tensor") -> Draft:
         box = Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape)
-        return Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=parameter.shape, copies="tensor")
+        return Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=parameter.shape, copies=copies)
 
     def cut(self, leaf: str, parameter: Parameter, dim: int, *, copies: int = 1) -> Draft:
         """Cut evenly along `dim` over the tensor axis, `copies` neighbours sharing one slice."""
@@ -254,6 +255,9 @@ class _Cutter:
         for which in ("k_proj", "v_proj"):
             name = f"{attention}.{which}"
             drafts += self.column(kv_leaf, name, model.kv_rows, bias=model.qkv_bias, copies=self.kv_copies)
+        for which in ("q_norm", "k_norm") if model.qk_norm else ():
+            scale = Parameter(name=f"{attention}.{which}.weight", shape=(model.head_dim,), constant=1.0)
+            drafts.append(self.whole(which, scale, copies="heads"))
         drafts += self.row("out", f"{attention}.o_proj", model.q_rows)
         for which in ("gate_proj", "up_proj") if model.gated else ("up_proj",):
             drafts += self.column("up", f"{mlp}.{which}", model.ffn, bias=model.bias)
@@ -284,6 +288,7 @@ def place(name: str, drafts: Sequence[Draft], layout: Layout, coord: Coord, num_
     counted = {
         "none": True,
         "tensor": coord.tensor == 0,
+        "heads": coord.tensor == 0,
         "kv": coord.tensor % num_kv_copies == 0,
         "tied": False,
     }

@@ -82,6 +82,7 @@ class _Traffic:
             return
         if layout.tensor > 1:
             yield from self._copies("tensor", "tensor", "replicated gradients", when=self.cuts_tokens)
+            yield from self._copies("heads", "tensor", "head norm gradients", when=True)
             yield from self._copies("kv", "kv", "kv copy gradients", when=kv_copies(self.plan.model, layout.tensor) > 1)
         yield from self._tied()
         if layout.data > 1:

@@ -62,6 +62,7 @@ def elements(model: ModelSpec, layout: Any) -> Elements:
         (q + own_kv if model.qkv_bias else 0 * q) + up_bias,
         2 * norms + (2 * h if model.bias else 0),
         copied_kv if model.qkv_bias else 0 * q,
+        2 * model.head_dim if model.qk_norm else 0 * q,
     )
     rows = -(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE
     positions = model.max_seq_len * h if model.positions == "learned" else 0

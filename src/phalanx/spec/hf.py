@@ -1,4 +1,4 @@
-"""config.json of Hugging Face folders, in and out: GPT-2, Llama, Mistral, Qwen2.
+"""config.json of Hugging Face folders, in and out: GPT-2, Llama, Mistral, Qwen2, Qwen3.
 
 Only what is built here is accepted. A configuration that asks for anything else (sliding windows, another rotary
 scaling, another activation) is refused: a model that is nearly the right one trains without a word and is wrong. Keys
@@ -22,8 +22,11 @@ FAMILIES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 """Known values of `model_type`, and the class that transformers has for each."""
+
+_QWEN3_HEAD_DIM = 128  # Qwen3's own default, whatever the hidden size
 
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
@@ -167,6 +170,10 @@ def _llama(config: _Config, family: str) -> None:
     attention_bias, mlp_bias = config.keys.get("attention_bias", False), config.keys.get("mlp_bias", False)
     if family == "qwen2":
         config.put("qkv_bias", True, "model_type")
+    elif family == "qwen3":
+        config.put("qk_norm", True, "model_type")
+        config.put("head_dim", config.keys.get("head_dim") or _QWEN3_HEAD_DIM, "head_dim")
+        config.demand("attention_bias", False, "its biases on attention without any on the feed-forward")
     elif attention_bias != mlp_bias:
         what = f"attention_bias = {shown(attention_bias)} with mlp_bias = {shown(mlp_bias)} is not built here"
         config.refuse(what, "both true, both false, or qwen2's: biases on q, k and v alone")
@@ -214,7 +221,7 @@ def _window(config: _Config, family: str) -> None:
     """Refuse attention that sees only a window, unless the window holds every sequence."""
     if "sliding_attention" in (config.keys.get("layer_types") or ()):
         config.refuse("layer_types: sliding_attention is not built here", "only full_attention")
-    if family == "llama" or (family == "qwen2" and not config.keys.get("use_sliding_window", False)):
+    if family == "llama" or (family.startswith("qwen") and not config.keys.get("use_sliding_window", False)):
         return
     window = config.keys.get("sliding_window", 4096)  # what both families take when the key is left out
     longest = config.keys.get("max_position_embeddings")
@@ -225,15 +232,18 @@ def _window(config: _Config, family: str) -> None:
 
 
 def config(model: ModelSpec) -> dict[str, Any]:
-    """The keys of a config.json that describes `model`: GPT-2, Llama or Qwen2 (a Mistral without a window is a Llama).
+    """The keys of a config.json that describes `model`: GPT-2, Llama, Qwen2 or Qwen3 (a Mistral without a window is a
+    Llama).
 
     Raises SpecError for a mixture of choices that none of these families has.
     """
     gpt2 = (model.norm, model.positions, model.qkv_bias, model.bias) == ("layernorm", "learned", True, True)
+    gpt2 = gpt2 and not model.qk_norm
     if gpt2 and not model.gated and model.num_kv_heads == model.num_heads and model.q_rows == model.hidden:
         return _gpt2_config(model)
     llama = (model.norm, model.positions, model.activation) == ("rmsnorm", "rope", "swiglu")
-    if llama and model.dropout == 0 and (model.qkv_bias or not model.bias):
+    biased = (model.qkv_bias, model.bias)
+    if llama and model.dropout == 0 and (biased == (False, False) or (model.qkv_bias and not model.qk_norm)):
         return _llama_config(model)
     raise SpecError(f"{model.name} mixes choices that no known family has", instead=f"one of {', '.join(FAMILIES)}")
 
@@ -247,7 +257,7 @@ def _gpt2_config(model: ModelSpec) -> dict[str, Any]:
 
 
 def _llama_config(model: ModelSpec) -> dict[str, Any]:
-    family = "qwen2" if model.qkv_bias and not model.bias else "llama"
+    family = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias and not model.bias else "llama"
     keys = {key: getattr(model, field) for field, key in {**_LLAMA_REQUIRED, **_LLAMA_OPTIONAL}.items()}
     keys |= {"hidden_act": "silu", "rope_theta": model.rope_theta}
     if family == "llama":

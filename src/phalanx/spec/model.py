@@ -2,7 +2,8 @@
 
 Two styles cover the families we train. GPT-2 style: LayerNorm, GELU, learned positions, biases, tied embeddings.
 Llama style: RMSNorm, SwiGLU, rotary positions, grouped-query attention, no biases, usually untied. Every choice is a
-field of its own, so that mixtures (Qwen2: Llama with biases on q, k, v) need no style of their own.
+field of its own, so that mixtures (Qwen2: Llama with biases on q, k, v; Qwen3: with norms of q and k) need no style of
+their own.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class ModelSpec:
     """A decoder-only transformer, globally: sizes before any axis cuts them, vocabulary before padding.
 
     `qkv_bias` puts biases on the q, k and v projections, `bias` on every other linear layer of a block (attention
-    output, feed-forward). LayerNorm always has a bias, RMSNorm never. `dropout` acts after the embedding and after each
-    half-block, `attention_dropout` on attention probabilities.
+    output, feed-forward). LayerNorm always has a bias, RMSNorm never. `qk_norm` puts an RMSNorm over the width of each
+    query and each key head before rotary positions turn it, one weight for all query heads and one for all key heads of
+    a layer. `dropout` acts after the embedding and after each half-block, `attention_dropout` on attention
+    probabilities.
 
     With `num_experts` above 0 every feed-forward is a mixture: a router sends each token to `experts_per_token` of
     them, each `ffn` wide. Such models can be planned; the trainer does not run them.
@@ -60,6 +63,7 @@ class ModelSpec:
     tied: bool
     qkv_bias: bool = False
     bias: bool = False
+    qk_norm: bool = False
     norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -93,7 +97,8 @@ class ModelSpec:
         biases = (self.q_rows + 2 * self.kv_rows) if self.qkv_bias else 0
         if self.bias:
             biases += self.hidden + (2 if self.gated else 1) * self.ffn + self.hidden
-        return matrices + biases + 2 * self.num_norm_parameters
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        return matrices + biases + head_norms + 2 * self.num_norm_parameters
 
     @property
     def num_norm_parameters(self) -> int:

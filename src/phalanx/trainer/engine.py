@@ -149,11 +149,13 @@ class Engine:
     def synchronize(self) -> None:
         """Make the gradients of copies complete: after this, gradients are as the optimizer gets them.
 
-        Values replicated over the tensor axis saw only this rank's tokens under sequence parallelism; a kv head's
-        copies saw only their own query heads; each copy of a tied embedding only its use (correctness.md 6, 9, 10).
+        Values replicated over the tensor axis saw only this rank's tokens under sequence parallelism; norms of heads
+        and a kv head's copies saw only this rank's query heads; each copy of a tied embedding only its use
+        (correctness.md 6, 9, 10).
         """
         if self.parallel.cuts_tokens:
             self._sum_copies("tensor", "tensor", "replicated gradients")
+        self._sum_copies("heads", "tensor", "head norm gradients")
         self._sum_copies("kv", "kv", "kv copy gradients")
         tied = self.comm("tied")
         if tied.size > 1:

@@ -110,8 +110,8 @@ def _copies(engine: Engine) -> Iterator[tuple[Comm, Pieces]]:
     if engine.data.zero < 3:
         yield engine.comm("data"), _whole(engine)
     else:
-        yield engine.data.replicas, _held(engine, ("none", "tensor", "kv", "tied"))
-    yield engine.comm("tensor"), _held(engine, ("tensor",))
+        yield engine.data.replicas, _held(engine, ("none", "tensor", "heads", "kv", "tied"))
+    yield engine.comm("tensor"), _held(engine, ("tensor", "heads"))
     yield engine.comm("kv"), _held(engine, ("kv",))
     first = engine.comm("tied").index == 0
     yield engine.comm("tied"), _held(engine, ("none",), "embedding") if first else _held(engine, ("tied",), "head")

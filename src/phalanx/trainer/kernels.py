@@ -6,6 +6,7 @@ In bf16, norms compute in fp32 and round once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from phalanx.trainer.flat import Weight, accumulation_dtype
 def rms_norm(inputs: Tensor, weight: Weight, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) × weight over the last dim of [tokens, hidden] (Zhang and Sennrich 2019)."""
     return _result(_RMSNorm.apply(inputs, weight, eps))
+
+
+def norm_heads(qkv: Tensor, norms: Sequence[tuple[Weight, int]], head_dim: int, eps: float) -> Tensor:
+    """`rms_norm` over the width of heads. `qkv` [tokens, heads × width]: the first heads, as many as the first of
+    `norms` says, are scaled by its weight [width], those behind by the next one's; the rest stays as it is (Qwen3:
+    queries and keys, not values)."""
+    return _result(_NormHeads.apply(qkv, norms, head_dim, eps))
 
 
 def layer_norm(inputs: Tensor, weight: Weight, bias: Weight, eps: float) -> Tensor:
@@ -79,6 +87,46 @@ class _RMSNorm(Function):
         mean = torch.mv(products, value).div_(-wide.shape[-1]).unsqueeze(1)
         input_grad = torch.mul(wide_grad, value, out=products).mul_(scale).addcmul_(wide, mean.mul_(scale.pow(3)))
         return input_grad.to(inputs.dtype), None, None
+
+
+class _NormHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, norms: Sequence[tuple[Weight, int]], head_dim: int, eps: float) -> Tensor:
+        wide = accumulation_dtype(qkv.dtype)
+        output, scales = torch.empty_like(qkv), []
+        for (weight, _), given, result in _heads(norms, head_dim, qkv, output):
+            heads = given.to(wide)
+            norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+            scales.append(norm.square_().div_(head_dim).add_(eps).rsqrt_())
+            result.copy_((heads * scales[-1]).mul_(weight.value))
+        rest = sum(count for _, count in norms) * head_dim
+        output[:, rest:] = qkv[:, rest:]
+        ctx.save_for_backward(qkv, *scales)
+        ctx.norms, ctx.head_dim = norms, head_dim
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        """As `_RMSNorm.backward`, for each head of each token."""
+        qkv, *scales = ctx.saved_tensors
+        input_grad = output_grad.clone()
+        parts = _heads(ctx.norms, ctx.head_dim, qkv, output_grad, input_grad)
+        for ((weight, _), given, grad, result), scale in zip(parts, scales, strict=True):
+            heads, wide_grad, value = (tensor.to(scale.dtype) for tensor in (given, grad, weight.value))
+            normed = heads * scale
+            weight.grad.add_((wide_grad * normed).sum((0, 1)))
+            through = wide_grad * value
+            result.copy_(scale * (through - normed * (through * normed).mean(-1, keepdim=True)))
+        return input_grad, None, None, None
+
+
+def _heads(norms: Sequence[tuple[Weight, int]], head_dim: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Each norm, and its part of each of the `tensors` as [tokens, heads, width]."""
+    first = 0
+    for norm in norms:
+        last = first + norm[1] * head_dim
+        yield norm, *(tensor[:, first:last].unflatten(1, (norm[1], head_dim)) for tensor in tensors)
+        first = last
 
 
 class _LayerNorm(Function):

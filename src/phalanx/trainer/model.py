@@ -150,7 +150,9 @@ class Layer:
         self.norm1, self.norm2 = Norm(buffer, "norm1", model), Norm(buffer, "norm2", model)
         q, k = _piece(buffer, "q_proj.weight"), _piece(buffer, "k_proj.weight")
         heads = range(*(row // model.head_dim for row in (q.rectangle.start[0], q.rectangle.stop[0])))
-        self.attention = Attention(model, heads, k.shape[0] // model.head_dim, rotation)
+        num_kv_heads = k.shape[0] // model.head_dim
+        self.attention = Attention(model, heads, num_kv_heads, rotation)
+        self.head_norms = ((weights["q_norm"], len(heads)), (weights["k_norm"], num_kv_heads)) if model.qk_norm else ()
         self.dropout = Dropout(model, parallel) if model.dropout else None
 
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
@@ -161,6 +163,8 @@ class Layer:
         qkv = self.parallel.column(normed, self.qkv, self.qkv_bias, "attention", again)
         attended = self.attention(qkv, batch, self.index)
         joined, again = _join_heads(attended), self._again(_join_heads, attended)
+        if self.head_norms:
+            qkv = kernels.norm_heads(qkv, self.head_norms, self.model.head_dim, self.model.norm_eps)
         middle = self._close(joined, self.out, self.out_bias, inputs, batch, "attention", again)
         normed = self.norm2(middle)
         up = self.parallel.column(normed, self.up, self.up_bias, "mlp", self._again(self.norm2, middle))

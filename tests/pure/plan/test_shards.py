@@ -37,6 +37,7 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
         tied=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
     )
     virtual_stages = draw(st.integers(1, 2))
     pipeline = draw(st.integers(1, 3))

@@ -58,7 +58,7 @@ def test_legality_of_arrays_is_that_of_one(
     assert broken.tolist() == [bool(problems(model, JOB, CLUSTER, layout)) for layout in many]
 
 
-@given(layout=layouts, model=st.sampled_from([LLAMA, GPT]))
+@given(layout=layouts, model=st.sampled_from([LLAMA, GPT, replace(LLAMA, qk_norm=True)]))
 @settings(max_examples=200, deadline=None)
 def test_elements_are_those_of_shards(layout: Layout, model: ModelSpec) -> None:
     layout = replace(layout, context=1, virtual_stages=1)

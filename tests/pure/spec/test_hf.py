@@ -84,6 +84,12 @@ class TestFamilies:
         assert read(tmp_path, {**MISTRAL, "sliding_window": 64}) == llama, "a window that holds every sequence"
         assert read(tmp_path, QWEN2) == dataclasses.replace(llama, qkv_bias=True)
 
+    def test_qwen3(self, tmp_path):
+        llama = read(tmp_path, LLAMA)
+        keys = {**LLAMA, "model_type": "qwen3", "use_sliding_window": False}
+        assert read(tmp_path, {**keys, "head_dim": 16}) == dataclasses.replace(llama, qk_norm=True)
+        assert read(tmp_path, keys).head_dim == 128, "whatever the hidden size"
+
     def test_gpt2(self, tmp_path):
         model = read(tmp_path, GPT2)
         assert (model.ffn, model.activation, model.tied, model.qkv_bias, model.bias) == (
@@ -197,7 +203,7 @@ class TestRotaryScaling:
 
 @st.composite
 def exportable(draw):
-    style = draw(st.sampled_from(["gpt2", "llama", "llama with biases", "qwen2"]))
+    style = draw(st.sampled_from(["gpt2", "llama", "llama with biases", "qwen2", "qwen3"]))
     num_kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (2, 2)]))
     num_heads = num_kv_heads * (groups if style != "gpt2" else 1)
     head_dim = draw(st.sampled_from([2, 8]))
@@ -222,7 +228,8 @@ def exportable(draw):
         choices["dropout"] = draw(st.sampled_from([0.0, 0.2]))
     else:
         choices = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu"}
-        choices["qkv_bias"], choices["bias"] = style != "llama", style == "llama with biases"
+        choices["qkv_bias"] = style in ("qwen2", "llama with biases")
+        choices["bias"], choices["qk_norm"] = style == "llama with biases", style == "qwen3"
         choices["rope_theta"] = draw(st.sampled_from([1e4, 5e5]))
         choices["rope_scaling"] = draw(
             st.sampled_from([None, RopeScaling(kind="linear", factor=2.0), RopeScaling(kind="llama3", factor=8.0)])
