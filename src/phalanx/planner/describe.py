@@ -30,16 +30,18 @@ def prediction(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_
         memory_bytes=memory,
         step_s=step_s,
         step_s_by_kind=by_kind(job, engine, group, index, pipeline_s),
-        assumptions=assumptions(engine),
+        assumptions=assumptions(job, engine),
     )
 
 
-def assumptions(engine: Engine) -> tuple[str, ...]:
+def assumptions(job: JobSpec, engine: Engine) -> tuple[str, ...]:
     """What a prediction rests on."""
+    separate = "documents are counted as if they were joined: apart, attention costs less and its output is kept twice"
     return (
         f"engine {engine.name}: {engine.source}",
         "no other load on devices or network; clocks as in the device's measured efficiencies",
-        "data loading, checkpoints and the first steps are not counted",
+        "data loading, validation, checkpoints and the first steps are not counted",
+        *([separate] if job.data.documents == "separate" else []),
     )
 
 
