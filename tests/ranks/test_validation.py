@@ -23,12 +23,13 @@ from phalanx.plan.traffic import validation_traffic
 from phalanx.rundir import RunDir
 from phalanx.spec.job import DataSpec
 from phalanx.spec.model import ModelSpec
+from phalanx.trainer import loop
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.loop import train_in
 from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.validation import Validation
 from phalanx.trainer.world import World
-from phalanx.watch.metrics import read
+from phalanx.watch.metrics import StepRecord, read
 
 NUM_TOKENS = 650  # labels: 20 samples of 32 and 9 more; in rounds of 8, the third has 5 sequences, one of them short
 NUM_ROUNDS = 3
@@ -150,6 +151,39 @@ def test_training_goes_on_as_if_nothing_had_been(files: Path, tmp_path: Path) ->
     assert often[-1].validation_loss == seldom[-1].validation_loss
     assert often[1].validation_loss != often[3].validation_loss
     assert all(record.validation_s > 0 for record in often if record.validation_loss is not None)
+
+
+class Ticks:
+    """A clock that goes on by a second whenever it is asked, and by 1,000 in validation."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def validation(self, record: StepRecord) -> StepRecord:
+        self.now += 1000.0
+        return replace(record, validation_loss=1.0, validation_s=1000.0)
+
+
+def run_by_ticks(world: World, plan: Plan, run_dir: RunDir) -> None:
+    """In a process of its own, so nothing has to be put back."""
+    ticks = Ticks()
+    loop.time = ticks  # type: ignore[assignment]
+    Validation.add_to = lambda self, record: ticks.validation(record)  # type: ignore[method-assign]
+    train_in(world, plan, run_dir)
+
+
+def test_case_93_the_time_of_validation_belongs_to_no_step(files: Path, tmp_path: Path) -> None:
+    plan = plan_of(files, Layout(data=2), tiny_model(num_layers=1), num_steps=4, precision="fp32")
+    plan = replace(plan, job=replace(plan.job, data=replace(plan.job.data, validate_every_steps=2)))
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    run_worlds(plan.layout, run_by_ticks, plan, run_dir, model=plan.model)
+    assert [record.validation_loss for record in read(run_dir.metrics)] == [None, 1.0, None, 1.0]
+    assert all(record.step_s < 100 for record in read(run_dir.metrics))
 
 
 def asked_to_stop(world: World, plan: Plan) -> tuple[float | None, bool, int]:
