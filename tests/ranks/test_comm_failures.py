@@ -16,6 +16,8 @@ from tiny import tiny_model
 
 from phalanx.errors import CommError
 from phalanx.plan.layout import Layout
+from phalanx.trainer import process
+from phalanx.watch.events import process_status
 
 BOTH = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 
@@ -46,6 +48,26 @@ def test_the_death_of_a_member_ends_the_others_at_once(shared_memory: bool) -> N
         if shared_memory:
             assert "rank 1 has died" in text
         assert "has not come: rank 1" in text
+
+
+@BOTH
+def test_a_member_that_hangs_up_ends_the_others_though_it_lives(shared_memory: bool) -> None:
+    def program(comm: Any) -> Any:
+        pids = torch.zeros(2, dtype=torch.int64)
+        pids[comm.index] = os.getpid()
+        comm.all_reduce(pids, purpose="process ids")
+        if comm.index == 1:
+            process.hang_up()
+            time.sleep(50)  # until the other one has noticed
+        answer = complaint(lambda: comm.all_reduce(torch.ones(1_000_000), purpose="mlp output"))
+        status = process_status(int(pids[1]))
+        os.kill(int(pids[1]), signal.SIGKILL)
+        return *answer, status
+
+    (text, seconds, status), _ = run_group(2, program, mortal=[1], timeout_s=50, shared_memory=shared_memory)
+    assert "failed in step 0" in text
+    assert seconds < 25
+    assert status not in ("dead", "stopped")
 
 
 def test_all_learn_of_the_first_death_even_if_they_wait_for_somebody_else() -> None:

@@ -3,8 +3,11 @@ those of one process. The hosts are network namespaces of this machine (`benchma
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -112,3 +115,53 @@ def test_the_end_of_one_host_ends_the_others(tmp_path: Path) -> None:
         assert text.endswith(f"on the host at 10.77.0.2, not visible from here: rank {rank + 2}"), text
         assert ": a member has gone: Connection closed by peer [10.77.0.2]:" in text or "reset" in text, text
         assert seconds < 25
+
+
+RUN = """\
+[model]
+name = "tiny"
+num_layers = 2
+hidden = 32
+num_heads = 4
+vocab = 300
+[job]
+global_batch = 4
+seq_len = 32
+num_steps = 1000000
+precision = "fp32"
+[data]
+text = "*.txt"
+[layout]
+data = 2
+"""
+
+
+def test_phalanx_train_on_two_hosts_says_once_who_failed(tmp_path: Path) -> None:
+    """Started as torchrun does; rank 1, alone on its host, is killed: rank 0 says so for both."""
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "text.txt").write_text("the ranks of a phalanx hold each other's shields; " * 100)
+    program = [str(Path(sys.executable).parent / "phalanx"), "train", "run.toml", "--run-dir", "run"]
+    with hosts(2, bits_per_s=BITS_PER_S) as network, contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(2):
+            process = subprocess.Popen(
+                program,
+                cwd=tmp_path,
+                env=os.environ | network.environ(rank, 2),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                preexec_fn=functools.partial(network.enter, rank),
+            )
+            stack.callback(process.kill)
+            processes.append(stack.enter_context(process))
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+        while not metrics.exists() or not metrics.read_text():
+            assert time.monotonic() < deadline, "no step was taken"
+            time.sleep(0.05)
+        processes[1].kill()
+        said, _ = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 3
+    assert said.count("phalanx: Run failed") == 1
+    assert "rank 1 (pipeline 0 data 1 tensor 0) on its host left no word: it was killed" in said
+    assert (tmp_path / "run" / "failure.txt").exists()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import signal
 import sys
 from pathlib import Path
 
 from phalanx.cli.inputs import add_run, plan_of, resumed, source_of, with_data, writing
 from phalanx.errors import InputError
-from phalanx.launch import environment, local
+from phalanx.launch import environment, fold, local
 from phalanx.launch.port import listen
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir, file_name
@@ -71,7 +72,8 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
         run_dir.create()
         from phalanx.trainer.__main__ import work
 
-        return work(plan, run_dir, launched.rank)
+        explain = functools.partial(fold.report, plan.layout, run_dir, launched.rank)
+        return work(plan, run_dir, launched.rank, explain=explain)
 
 
 def _plan(arguments: argparse.Namespace, launched: environment.Launched | None) -> Plan:

@@ -56,7 +56,8 @@ class RankFailure:
         indented = self.what.replace("\n", "\n  ")
         lines = [f"{self.who} on {self.host} {indented}"]
         lines += [f"  at           {self.place}"] if self.place else []
-        lines += [f"  peak memory  {format_bytes(self.peak_memory_bytes)}", f"  log          {self.log}"]
+        lines += [f"  peak memory  {format_bytes(self.peak_memory_bytes)}"] if self.peak_memory_bytes else []
+        lines += [f"  log          {self.log}"]
         return "\n".join(lines + [f"    | {line}" for line in self.last_lines])
 
 
@@ -93,7 +94,6 @@ class Failure:
 def collect(layout: Layout, run_dir: RunDir, *, agent_exit_code: int) -> Failure:
     """Read what a failed run left in its folder. `agent_exit_code` is negative if a signal killed the agent."""
     endings = read_endings(run_dir.endings)
-    records = _last_records(layout, run_dir)
     if endings is None:
         how = f"ended with exit code {agent_exit_code}; its message stands above"
         if agent_exit_code < 0:
@@ -102,9 +102,14 @@ def collect(layout: Layout, run_dir: RunDir, *, agent_exit_code: int) -> Failure
             causes=(),
             consequences=(),
             agent=f"the agent that watches the ranks {how}",
-            last_records=records,
+            last_records=_last_records(layout, run_dir),
             exit_code=3,
         )
+    return explain(layout, run_dir, endings)
+
+
+def explain(layout: Layout, run_dir: RunDir, endings: Iterable[Ending]) -> Failure:
+    """The same from how the ranks ended."""
     found = [failure for ending in endings if (failure := _failure(layout, run_dir, ending))]
     failures = _fold(sorted(found, key=lambda failure: failure.time_s))
     causes = [failure for failure in failures if not failure.blames_peer] or failures[:1]
@@ -112,7 +117,7 @@ def collect(layout: Layout, run_dir: RunDir, *, agent_exit_code: int) -> Failure
         causes=tuple(causes),
         consequences=tuple(failure for failure in failures if failure not in causes),
         agent="",
-        last_records=records,
+        last_records=_last_records(layout, run_dir),
         exit_code=causes[0].exit_code,
     )
 

@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks of a node share its c
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,10 +25,17 @@ from phalanx.watch.events import copy_ring, in_words, read_ring, remove_dead_rin
 __all__ = ["train", "work"]
 
 
-def work(plan: Plan, run_dir: RunDir, rank: int, entry: process.Entry = train) -> NoReturn:
-    """Be rank `rank` of a run whose processes somebody else started: log always, speak only as rank 0."""
+def work(
+    plan: Plan, run_dir: RunDir, rank: int, entry: process.Entry = train, explain: Callable[[], str] | None = None
+) -> NoReturn:
+    """Be rank `rank` of a run whose processes somebody else started: log always, speak only as rank 0.
+
+    When it has failed, `explain()` says what it is to tell for all ranks, and the rest stands in its log; without it,
+    every rank tells its own error.
+    """
     process.die_with_parent(os.getppid(), signal.SIGKILL)
     process.keep_freed_memory()
+    terminal = os.dup(2)
     (process.write_to if rank else process.write_to_both)(run_dir.log(rank))
     process.dump_stacks_on_request(run_dir.stack(rank))
     remove_dead_rings()
@@ -36,8 +43,14 @@ def work(plan: Plan, run_dir: RunDir, rank: int, entry: process.Entry = train) -
     if outcome.exit_code == Stopped.exit_code:  # rank 0 has said so, and nothing went wrong
         ring_path(run_dir.path, rank).unlink(missing_ok=True)
     elif outcome.error:
+        if explain:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all of us when the first one has left
+            process.hang_up(keep=[terminal])
+            process.write_to(run_dir.log(rank))
         sys.stderr.write(outcome.error.text + "\n" if outcome.error.for_users else outcome.error.traceback)
         _keep_ring(run_dir, rank)
+        if explain and (text := explain()):
+            os.write(terminal, f"phalanx: {text}\n".encode())
     if not run_dir.stack(rank).stat().st_size:
         run_dir.stack(rank).unlink()
     sys.stderr.flush()

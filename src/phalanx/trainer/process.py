@@ -9,8 +9,9 @@ import faulthandler
 import importlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from phalanx.errors import InputError
@@ -46,6 +47,19 @@ def run(entry: Entry, plan: Plan, run_dir: RunDir, rank: int) -> Outcome:
     sys.stderr.flush()
     outcome.write(run_dir.outcome(rank))
     return outcome
+
+
+def hang_up(keep: Collection[int] = ()) -> None:
+    """Shut down every socket of this process but standard streams and `keep`, so that other ranks see at once that this
+    one has failed, although it lives on to report. Linux only: elsewhere nothing happens."""
+    folder = Path("/proc/self/fd")
+    for descriptor in [int(entry.name) for entry in folder.iterdir()] if folder.exists() else []:
+        if descriptor <= 2 or descriptor in keep:
+            continue
+        # It may be no socket, not connected, or gone meanwhile.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # Gloo's thread would abort
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def die_with_parent(parent: int, how: signal.Signals) -> None:

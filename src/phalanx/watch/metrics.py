@@ -26,8 +26,8 @@ class StepRecord:
     or went on whose loss or norm was no finite number, so that they changed no weight.
 
     `step_s`: wall seconds from one step's end to the next; `share`: the parts of it that the average rank computed, or
-    was blocked in communication of one of AXES (waiting for a late peer included), adding up to 1. `tokens_per_s` counts
-    each token of the global batch once, whatever the layout.
+    was blocked in communication of one of AXES (waiting for a late peer included), adding up to 1. `tokens_per_s`
+    counts each token of the global batch once, whatever the layout.
 
     After some steps, `validation_loss` is the mean cross-entropy over all that is validated on, after the update, and
     `validation_s` the wall seconds it took, which are no part of `step_s`.

@@ -98,7 +98,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How the agent saw a rank end: `exit_code`, or the `signal` that killed it. `by_agent` if the agent was already
+    """How the agent saw a rank end: `exit_code`, or the `signal` that killed it; neither where there was no agent and
+    the rank says nothing. `peak_memory_bytes` is 0 where nobody measured it. `by_agent` if the agent was already
     ending all ranks and this signal was its own. `time_s` is Unix time."""
 
     rank: int
@@ -111,6 +112,8 @@ class Ending:
 
     def __str__(self) -> str:
         """In words, as `was killed by signal 9 (SIGKILL), often sent by the kernel when memory runs out`."""
+        if self.exit_code is None and self.signal is None:
+            return "left no word: it was killed, or crashed in native code, or still runs"
         if self.signal is None:
             early = "left early with" if self.exit_code == 0 else "ended with"
             return f"{early} exit code {self.exit_code}"
