@@ -23,6 +23,7 @@ def test_imports_go_downward():
 
 
 PUBLIC = [
+    "Blocks",
     "Buffer",
     "CheckFailed",
     "CheckpointSpec",
@@ -42,6 +43,7 @@ PUBLIC = [
     "RunDir",
     "RunError",
     "Schedule",
+    "Trainer",
     "__version__",
     "groups",
     "load",

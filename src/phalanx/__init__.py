@@ -13,7 +13,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "phalanx.errors": ("CheckFailed", "InputError", "PhalanxError", "Problem", "RunError"),
     "phalanx.launch.local": ("start",),
+    "phalanx.own.blocks": ("Blocks",),
     "phalanx.own.prepare": ("prepare",),
+    "phalanx.own.trainer": ("Trainer",),
     "phalanx.own.whole": ("module_weights",),
     "phalanx.plan.groups": ("groups",),
     "phalanx.plan.layout": ("Coord", "Layout"),

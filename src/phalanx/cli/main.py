@@ -8,7 +8,6 @@ failed, or we did; 128 + n ended by signal n. Each command is a module with `add
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import importlib.metadata
 import io
@@ -18,17 +17,21 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.errors import InputError, PhalanxError
+from phalanx.spec.schema import nearest
 
 COMMANDS = {
     "train": "train what a run file or a plan describes, here or as one of the processes of torchrun or srun",
+    "run": "run a Python script that trains a module of your own as several processes here",
     "verify": "compare a layout with one process: losses, every gradient, copies of weights",
     "demo": "train a small model on 8 processes and hold its first steps against one process",
     "plan": "rank every legal layout for a run file",
+    "measure": "measure this machine, for plans that rest on it",
     "generate": "continue a text with the model of a checkpoint or a Hugging Face folder",
-    "checkpoint": "list or check checkpoints, export or import Hugging Face folders",
+    "checkpoint": "list, check, rewrite or average checkpoints, export or import Hugging Face folders",
     "data": "build or inspect token files",
     "schedule": "draw a pipeline schedule",
 }
@@ -40,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse found wrong as InputError."""
@@ -51,14 +55,21 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].partition("=")[0]
             known = [option for action in self._actions for option in action.option_strings]
-            raise InputError(f"unknown argument {word}", instead=nearest(word, known, self.prog))
+            raise InputError(f"unknown argument {word}", instead=_instead(word, known, self.prog))
         return found
 
 
-def nearest(word: str, known: Iterable[str], command: str) -> str:
+def _path(text: str) -> Path:
+    """What options take as a path. An empty one would be the current folder, which nobody means."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, not a path")
+    return Path(text)
+
+
+def _instead(word: str, known: Iterable[str], command: str) -> str:
     """What to write instead of `word`."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return (f"did you mean {matches[0]}? " if matches else "") + f"{command} --help shows what there is"
+    near = nearest(word, known)
+    return (f"did you mean {near}? " if near else "") + f"{command} --help shows what there is"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,11 +86,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("phalanx: interrupted\n")
         return 128 + signal.SIGINT
     except BrokenPipeError:  # whoever read our output has seen enough; the interpreter must not complain at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 128 + signal.SIGPIPE
     except Exception as error:  # noqa: BLE001 (told in one line, kept in full)
+        if reason := _unwritten(error):
+            _drop_output()
+            sys.stderr.write(f"phalanx: the output cannot be written: {reason}\n")
+            return 3
         sys.stderr.write(f"phalanx: an error of ours: {type(error).__name__}: {error}; details in {_log(error)}\n")
         return 3
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to the standard output go, so that the interpreter does not fail at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unwritten(error: Exception) -> str:
+    """Why the standard output takes nothing ("No space left on device"), if that may be what `error` means; else ""."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return ""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except io.UnsupportedOperation:  # it is no file
+        return ""
+    except OSError as failed:
+        return failed.strerror or str(failed)
+    return ""
 
 
 def _ready_streams() -> None:
@@ -107,7 +140,9 @@ def _run(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        raise InputError(f"unknown {kind} {name}", instead=nearest(name, [*COMMANDS, "--help", "--version"], "phalanx"))
+        raise InputError(
+            f"unknown {kind} {name}", instead=_instead(name, [*COMMANDS, "--help", "--version"], "phalanx")
+        )
     command = importlib.import_module(f"phalanx.cli.{name}")
     parser = Parser(prog=f"phalanx {name}", description=command.__doc__)
     command.add_arguments(parser)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.errors import InputError
+from phalanx.own.blocks import Blocks, Cut, held_stages
+from phalanx.own.chain import Chain
+from phalanx.own.exchange import boundaries
 from phalanx.own.linear import normalize_in_fp32
-from phalanx.own.stage import Forward, ModuleBatch, ModuleStage, Tally
+from phalanx.own.nest import cast_floats, tensors
+from phalanx.own.stage import Forward, ModuleBatch, ModuleStage, Tally, WholeModule
 from phalanx.own.units import Unit, buffers, flat_layout, shares
 from phalanx.plan.comm import Comm
 from phalanx.plan.groups import data_groups
 from phalanx.plan.layout import Coord
 from phalanx.plan.module import ModulePlan, ModuleTensor
-from phalanx.plan.schedule import Action, Schedule, forward_only, schedule
+from phalanx.plan.schedule import Action, forward_only, schedule
 from phalanx.plan.shards import Rectangle
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, accumulation_dtype
@@ -41,16 +46,19 @@ class ModuleEngine:
         module: nn.Module,
         *,
         forward: Forward,
+        blocks: Blocks | None,
         average_buffers: bool,
         on_action: Callable[[Action], None] = lambda action: None,
     ) -> None:
         """`module` is on `device`, and the same on all ranks."""
         job, layout = plan.job, plan.layout
         self.plan, self.coord, self.device, self.comm, self.module = plan, coord, device, comm, module
-        compute = COMPUTE_DTYPES[job.precision]
-        self.units = [Unit(share, flat_layout(share, layout, coord), compute, device) for share in shares(module)]
+        self._compute = COMPUTE_DTYPES[job.precision]
+        self._cut = Cut(module, blocks, layout) if blocks else None
+        chunks = self._chunks()
+        self.units = [unit for units in chunks for unit in units]
         self.buffers = [unit.buffer for unit in self.units]
-        wide = _Originals(self.units, compute)
+        wide = _Originals(self.units, self._compute)
         by_buffer = {unit.buffer: unit for unit in self.units}
         shard_comm, replica_comm = map(comm, data_groups(layout))
         self.data = DataParallel(
@@ -59,31 +67,76 @@ class ModuleEngine:
         self.optimizer = AdamW(self.data.slices, job.optimizer)
         wide.give_to(self.data, self.optimizer)
         for parameter in module.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(compute)
-        if compute == torch.bfloat16:
+            if not parameter.requires_grad and not parameter.is_meta:
+                parameter.data = parameter.data.to(self._compute)
+        if self._compute == torch.bfloat16:
             normalize_in_fp32(module)
         self._tally, self._averages_buffers = Tally(device), average_buffers
-        self.stages = [ModuleStage(module, self.units, self.data, forward, self._tally, 1.0 / job.global_batch)]
-        self._pipeline_of = functools.partial(
-            Pipeline,
-            stages=self.stages,
-            comm=comm("pipeline"),
-            activations=torch.empty(0, dtype=compute, device=device),
-            on_action=on_action,
-        )
-        self._pipelines: dict[int, Pipeline] = {}
-        self.correction = 1.0
-        self.num_items = 0.0
+        runners = self._chains if self._cut else [WholeModule(module, forward)]
+        self.stages = [
+            ModuleStage(module, runner, units, self.data, self._tally, self._compute, 1.0 / job.global_batch)
+            for runner, units in zip(runners, chunks, strict=True)
+        ]
+        self._on_action = on_action
+        self._pipelines: dict[Any, Pipeline] = {}
+        self.correction, self.num_items = 1.0, 0.0
 
-    def _pipeline(self, num_micro_batches: int) -> Pipeline:
-        if num_micro_batches not in self._pipelines:
-            self._pipelines[num_micro_batches] = self._pipeline_of(self._schedule(num_micro_batches))
-        return self._pipelines[num_micro_batches]
+    def _chunks(self) -> list[list[Unit]]:
+        """The units of each stage that this rank holds; what other ranks hold of the module is let go."""
+        layout, coord, cut = self.plan.layout, self.coord, self._cut
+        mine = held_stages(layout, coord)
+        if cut:
+            cut.let_go(set(mine))
+            recompute = layout.recompute == "full"
+            self._chains = [Chain(self.module, cut.blocks, cut.sections[stage], recompute) for stage in mine]
+        every = [cut.shares(stage) for stage in mine] if cut else [shares(self.module)]
+        return [
+            [Unit(share, flat_layout(share, layout, coord), self._compute, self.device) for share in held]
+            for held in every
+        ]
 
-    def _schedule(self, num_micro_batches: int) -> Schedule:
+    def _pipeline(self, batches: Sequence[ModuleBatch], *, backward: bool = True) -> Pipeline:
+        """The pipeline for so many micro-batches of such shapes, all of which must be alike if there are stages."""
         layout = self.plan.layout
-        return schedule(layout.schedule, layout.pipeline, layout.virtual_stages, num_micro_batches)
+        key = (len(batches), backward, self._shapes(batches) if layout.num_stages > 1 else None)
+        if key not in self._pipelines:
+            order = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, len(batches))
+            self._pipelines[key] = Pipeline(
+                order if backward else forward_only(order),
+                self.stages,
+                self.comm("pipeline"),
+                self._set_boundaries(batches[0]),
+                self._on_action,
+            )
+        elif layout.num_stages > 1 and key[2] != self._bounded:
+            self._set_boundaries(batches[0])
+        self._bounded = key[2]
+        return self._pipelines[key]
+
+    def _shapes(self, batches: Sequence[ModuleBatch]) -> tuple[Any, ...]:
+        every = [tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(batch.values)) for batch in batches]
+        for number, shapes in enumerate(every):
+            if shapes != every[0]:
+                found = [[list(shape) for shape, _ in each] for each in (shapes, every[0])]
+                what = f"micro-batch {number} has tensors of shapes {found[0]}, the first one {found[1]}"
+                instead = "between stages shapes are fixed: drop the smaller last batch (drop_last=True) or pad it"
+                raise InputError(what, where="micro_batches", instead=instead)
+        return every[0]
+
+    def _set_boundaries(self, batch: ModuleBatch) -> Tensor:
+        """Find what passes between stages, and tell this rank's. Returns a tensor like those that do."""
+        if self._cut is None or self.plan.layout.num_stages == 1:
+            return torch.empty(0, dtype=self._compute, device=self.device)
+        for stage in self.stages:
+            stage.hollow = True
+        values = cast_floats(batch.values, self._compute)
+        found = boundaries(self.module, self._cut.blocks, self._cut.sections, values, self._compute)
+        for stage in self.stages:
+            stage.hollow = False
+        for number, chain in zip(held_stages(self.plan.layout, self.coord), self._chains, strict=True):
+            chain.into = found[number - 1] if number else None
+            chain.out = found[number] if number < len(found) else None
+        return torch.empty(found[0].num_lanes, dtype=found[0].wide, device=self.device)
 
     @property
     def positions(self) -> range:
@@ -98,7 +151,7 @@ class ModuleEngine:
         self._tally.count.zero_()
         for stage in self.stages:
             stage.completion.forget()
-        loss = self._pipeline(len(batches)).run(batches)
+        loss = self._pipeline(batches).run(batches)
         self.data.finish()
         return loss
 
@@ -109,15 +162,14 @@ class ModuleEngine:
     def validate(self, batches: Sequence[ModuleBatch]) -> tuple[Tensor, Tensor]:
         """Forwards alone, of batches made to validate. Returns this rank's sum of the loss and number of items."""
         self._tally.count.zero_()
-        alone = self._pipeline_of(forward_only(self._schedule(len(batches))))
-        return alone.run(batches), self._tally.count
+        return self._pipeline(batches, backward=False).run(batches), self._tally.count
 
     def synchronize(self) -> None:
         """Make replicas' buffers one: floating ones become their mean. Gradients are whole already."""
         if not self._averages_buffers:
             return
         comm = self.comm("data")
-        found = [tensor for tensor in buffers(self.module).values() if tensor.is_floating_point()]
+        found = [tensor for tensor in self._held(buffers(self.module)).values() if tensor.is_floating_point()]
         if found and comm.size > 1:
             # In float64, three equal float32 values have themselves as their mean.
             flat = torch.cat([tensor.detach().double().flatten() for tensor in found])
@@ -142,15 +194,24 @@ class ModuleEngine:
         """New weights from the gradients, on all ranks that hold them."""
         self.optimizer.step(rate, coefficient * self.correction)
         self.data.gather_parameters()
+        self.data.wait_for_parameters()
 
     def publish(self) -> None:
         """Carry master weights, after they were restored, to where forward reads them on all ranks."""
         self.optimizer.publish()
         self.data.gather_parameters()
+        self.data.wait_for_parameters()
 
     def unused(self) -> list[str]:
         """Trained parameters that took part in no backward of this rank's last step."""
         return [name for stage in self.stages for name in stage.completion.unused()]
+
+    def _held(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those that belong to this rank's stages."""
+        if self._cut is None:
+            return named
+        mine = set(held_stages(self.plan.layout, self.coord))
+        return {name: tensor for name, tensor in named.items() if self._cut.stage_of(name) in mine}
 
     def kept_dtype(self, tensor: ModuleTensor) -> torch.dtype:
         """The type that a tensor has where it is whole and kept: that of master weights, or its own."""
@@ -163,7 +224,7 @@ class ModuleEngine:
         """What is kept beside weights and optimizer state of trained parameters: frozen ones and buffers."""
         frozen = {name: tensor for name, tensor in self.module.named_parameters() if not tensor.requires_grad}
         for kind, held in (("frozen", frozen), ("buffer", buffers(self.module))):
-            for name, tensor in held.items():
+            for name, tensor in self._held(held).items():
                 parameter = ModuleTensor(name=name, shape=tuple(tensor.shape)).parameter
                 yield StatePiece(
                     kind=kind,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import InputError, LayoutError
+from phalanx.own.blocks import Blocks
 from phalanx.own.engine import ModuleEngine
 from phalanx.own.stage import Forward, call
 from phalanx.own.step import Step, Unused
@@ -28,6 +29,7 @@ def prepare(
     plan: ModulePlan,
     *,
     forward: Forward = call,
+    blocks: Blocks | str | None = None,
     average_buffers: bool = True,
     unused: Unused = "error",
     run_dir: Path | str | None = None,
@@ -36,26 +38,30 @@ def prepare(
     parameters into flat buffers. All ranks build the same module and call this.
 
     `forward(module, micro_batch)` calls the module; without it, a micro-batch that is a mapping becomes keywords, of a
-    tuple or list the first entry is the input. `average_buffers`: whether floating buffers, as batch norm's statistics,
+    tuple or list the first entry is the input. `blocks`: where the module has its list of blocks ("model.layers"), and
+    what comes before and after; this allows pipelines and recomputation, and takes the place of `forward`.
+    `average_buffers`: whether floating buffers, as batch norm's statistics,
     become the mean over replicas after each step, or stay each replica's own (a checkpoint keeps the first one's).
     `unused`: what a parameter without a gradient is, an error or a gradient of zero. With `run_dir`, the run goes on
     from the last checkpoint there, saves as `plan.job.checkpoint` says, and writes metrics.
 
     Raises LayoutError for a layout that cannot run, RunError if ranks have different modules or plans.
     """
-    plan = checked(module, plan)
+    if isinstance(blocks, str):
+        blocks = Blocks(path=blocks)
+    plan = checked(module, plan, blocks)
     folder = None if run_dir is None else RunDir(Path(run_dir))
     if folder:
         folder.create()
     world = join(plan, folder or _nameless())
     atexit.register(_leave, world)
-    step = prepared(world, module, plan, forward=forward, average_buffers=average_buffers)
-    return Step(world, plan, step, unused=unused, run_dir=folder)
+    engine = prepared(world, module, plan, forward=forward, blocks=blocks, average_buffers=average_buffers)
+    return Step(world, plan, engine, unused=unused, run_dir=folder)
 
 
-def checked(module: nn.Module, plan: ModulePlan) -> ModulePlan:
+def checked(module: nn.Module, plan: ModulePlan, blocks: Blocks | None) -> ModulePlan:
     """The plan with the module's tensors, if it can run here. Raises LayoutError if not."""
-    found = module_problems(plan.job, plan.layout)
+    found = module_problems(plan.job, plan.layout, len(blocks.listed(module)) if blocks else None)
     if found:
         raise LayoutError(found)
     process, needed = Process.read(), plan.layout.num_ranks
@@ -68,7 +74,13 @@ def checked(module: nn.Module, plan: ModulePlan) -> ModulePlan:
 
 
 def prepared(
-    world: World, module: nn.Module, plan: ModulePlan, *, forward: Forward = call, average_buffers: bool = True
+    world: World,
+    module: nn.Module,
+    plan: ModulePlan,
+    *,
+    forward: Forward = call,
+    blocks: Blocks | None = None,
+    average_buffers: bool = True,
 ) -> ModuleEngine:
     """The engine of `module` among ranks that have met."""
     for name, parameter in module.named_parameters():
@@ -84,6 +96,7 @@ def prepared(
         world.device,
         module,
         forward=forward,
+        blocks=blocks,
         average_buffers=average_buffers,
         on_action=world.follow,
     )

@@ -7,10 +7,11 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from phalanx.errors import InputError
@@ -31,9 +32,15 @@ Forward: TypeAlias = Callable[[nn.Module, Nest], Nest]
 
 def call(module: nn.Module, batch: Nest) -> Nest:
     """The usual ways: a mapping becomes keywords, of several things the first is the input, else it is all."""
+    return module(**batch) if isinstance(batch, Mapping) else module(model_input(batch))
+
+
+def model_input(batch: Nest) -> Nest:
+    """What of a micro-batch is the input. Raises InputError for a mapping, which does not say."""
     if isinstance(batch, Mapping):
-        return module(**batch)
-    return module(batch[0]) if isinstance(batch, (tuple, list)) else module(batch)
+        what = f"nothing says which of {', '.join(map(repr, batch))} goes into the first block"
+        raise InputError(what, where="blocks", instead="Blocks(path, before=lambda module, batch: …)")
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,41 +96,103 @@ def _num_samples(batch: Nest) -> int:
     return sizes[0]
 
 
+class _Bound(Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor, Tensor]:
+        return output_grad, torch.zeros_like(ctx.saved_tensors[0])
+
+
+def bound(output: Tensor, inputs: Tensor) -> Tensor:
+    """`output` as it is, with a gradient of zero for `inputs`, on which it does not depend."""
+    result: Tensor = _Bound.apply(output, inputs)
+    return result
+
+
+class Runner(Protocol):
+    """What a stage runs of a module. `last`: its result is the module's output, else it is a message to the next.
+    `detached`: no gradient flows back through the message from the stage before."""
+
+    last: bool
+    detached: bool
+
+    def __call__(self, inputs: Tensor | None, values: Nest, seed: Sequence[int]) -> Nest:
+        """Forward, of the message from the stage before (the first stage: None) and a micro-batch whose floating
+        tensors have the type of the weights."""
+
+
+class WholeModule:
+    """The module as the user calls it."""
+
+    last, detached = True, False
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        self._module, self._forward = module, forward
+
+    def __call__(self, inputs: Tensor | None, values: Nest, seed: Sequence[int]) -> Nest:
+        """The module's output."""
+        with drawing(seed):
+            return self._forward(self._module, values)
+
+
 class ModuleStage:
-    """The whole module. It is called as the user says; hooks tell data parallelism what runs."""
+    """A stage whose gradients are followed by hooks; under ZeRO 3 hooks also tell data parallelism what runs."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], data: DataParallel, forward: Forward, tally: Tally, scale: float
+        self,
+        module: nn.Module,
+        runner: Runner,
+        units: Sequence[Unit],
+        data: DataParallel,
+        tally: Tally,
+        compute: torch.dtype,
+        scale: float,
     ) -> None:
-        """`scale`: what each loss is multiplied by before backward."""
-        self.module, self.blocks, self.watcher = module, tuple(units), data
+        """`module` is whole, whatever of it `runner` runs. `scale`: what each loss is multiplied by before backward."""
+        self.runner, self.blocks, self.watcher = runner, tuple(units), data
         self.completion = Completion(units, data)
+        self.hollow = False
+        """While it is set, the module runs on tensors without data, and nobody needs to know."""
+        self._tally, self._compute, self._scale = tally, compute, scale
+        self._rest = next((unit for unit in units if unit.module is None), None)
         write_products(module, self.completion.targets())
-        self._forward, self._tally, self._scale = forward, tally, scale
-        self._compute = next((unit.buffer.parameters.dtype for unit in units), torch.float32)
         if data.zero == 3:
-            self._gather_by_hooks()
+            self._gather_by_hooks(module)
 
     def forward(self, inputs: Tensor | None, batch: ModuleBatch, *, last: bool) -> Tensor:
-        """The scaled loss of a micro-batch."""
-        with drawing(batch.seed):
-            return self._loss(batch) * self._scale
+        """The message to the next stage, or the scaled loss of a micro-batch."""
+        result = self._run(inputs, batch)
+        if self.runner.last:
+            result = result * self._scale
+        if inputs is not None and self.runner.detached:
+            result = bound(result, inputs)
+        # Where nothing is trained up to here, backward still needs a place to begin.
+        return result if result.requires_grad else result.requires_grad_()
 
     def validate(self, inputs: Tensor | None, batch: ModuleBatch) -> Tensor:
-        """The loss of a micro-batch, summed over its items, without a backward to come."""
+        """The same without a backward to come; the loss is a sum over items."""
         with torch.no_grad():
-            return self._loss(batch)
+            return self._run(inputs, batch)
 
-    def _loss(self, batch: ModuleBatch) -> Tensor:
-        output = self._forward(self.module, cast_floats(batch.values, self._compute))
-        return self._tally.take(cast_floats(output, accumulation_dtype(self._compute)), batch)
+    def _run(self, inputs: Tensor | None, batch: ModuleBatch) -> Tensor:
+        if self._rest:
+            self.watcher.before_validation(self._rest, self.blocks[0] if self.blocks[0] is not self._rest else None)
+        result = self.runner(inputs, cast_floats(batch.values, self._compute), batch.seed)
+        if self._rest:
+            self.watcher.after_validation(self._rest)
+        if not self.runner.last:
+            return result
+        return self._tally.take(cast_floats(result, accumulation_dtype(self._compute)), batch)
 
     def backward(self, output: GradientEdge, output_grad: Tensor | None, *, last: bool) -> None:
         """Run backward from what `forward` returned."""
         self.completion.begin(last=last)
-        for unit in self.blocks:
-            if unit.module is None:
-                self.completion.open(unit)
+        if self._rest:
+            self.completion.open(self._rest)
         torch.autograd.backward(output, output_grad)
         self.completion.end()
 
@@ -140,22 +209,24 @@ class ModuleStage:
             unit.buffer.postponed.products = None
         return products
 
-    def _gather_by_hooks(self) -> None:
-        """Each element's parameters are whole while it runs, those of the rest while the module does."""
+    def _gather_by_hooks(self, module: nn.Module) -> None:
+        """Each element's parameters are whole while it runs, those of the rest while the module does, whoever calls."""
         for index, unit in enumerate(self.blocks):
             following = self.blocks[index + 1] if index + 1 < len(self.blocks) else None
             if following is not None and following.module is None:
                 following = None
-            module = self.module if unit.module is None else unit.module
-            # The rest surrounds the elements, which a Sequential that is the module itself runs in its own forward.
-            module.register_forward_pre_hook(functools.partial(self._before, unit, following), prepend=True)
-            module.register_forward_hook(functools.partial(self._after, unit))
+            watched = module if unit.module is None else unit.module
+            watched.register_forward_pre_hook(functools.partial(self._before, unit, following))
+            watched.register_forward_hook(functools.partial(self._after, unit))
 
     def _before(self, unit: Unit, following: Unit | None, module: nn.Module, arguments: Any) -> None:
-        recomputes = self.completion.running  # what follows then is not the next element
-        self.watcher.before_validation(unit, None if recomputes else following)
+        if not self.hollow:
+            recomputes = self.completion.running  # what follows then is not the next element
+            self.watcher.before_validation(unit, None if recomputes else following)
 
     def _after(self, unit: Unit, module: nn.Module, arguments: Any, output: Nest) -> None:
+        if self.hollow:
+            return
         self.watcher.after_validation(unit)
         if unit.module is None or not torch.is_grad_enabled():
             return

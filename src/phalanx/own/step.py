@@ -153,10 +153,19 @@ class Step:
         module's own names: on rank 0; other ranks, which must call it too, get an empty dict."""
         return whole_state(self.engine)
 
-    def close(self) -> None:
-        """Save the last state, if there is a run folder, and leave the other ranks in peace."""
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0 alone."""
+        if self.world.rank == 0:
+            say(line)
+
+    def finish(self) -> None:
+        """Save the last state, if there is a run folder and it is not saved yet."""
         if self._continuation:
             self._continuation.finish(self.number)
+
+    def close(self) -> None:
+        """Finish, and leave the other ranks in peace."""
+        self.finish()
         self._closing.close()
         self.world.close()
 

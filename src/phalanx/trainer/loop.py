@@ -11,7 +11,6 @@ from phalanx.data.prefetch import Batches, Prefetch
 from phalanx.data.source import Source
 from phalanx.plan.groups import AXIS_OF
 from phalanx.plan.plan import Plan
-from phalanx.plan.schedule import Action
 from phalanx.rundir import RunDir
 from phalanx.trainer.continuation import Continuation
 from phalanx.trainer.engine import Engine
@@ -88,7 +87,7 @@ def train_in(world: World, plan: Plan, run_dir: RunDir) -> None:
 
 def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> None:
     job = plan.job
-    engine = Engine(plan, world.coord, world.comm, world.device, _follow(world))
+    engine = Engine(plan, world.coord, world.comm, world.device, world.follow)
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()
     metrics = MetricsWriter(run_dir.metrics, _say) if world.rank == 0 else None
@@ -124,12 +123,3 @@ def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> Non
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _follow(world: World) -> OnAction:
-    """Keep the recorder informed of what this rank is about to do."""
-
-    def follow(action: Action) -> None:
-        world.recorder.micro_batch, world.recorder.phase = action.micro_batch, action.kind
-
-    return follow

@@ -1,0 +1,271 @@
+"""A module that names its blocks, cut into stages of a pipeline, trains as it does alone in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import RankFailed
+from own_modules import gradients_of, images, module_plan, on_ranks, relative, step_in
+from torch import Tensor, nn
+
+from phalanx.errors import InputError
+from phalanx.own.blocks import Blocks
+from phalanx.plan.layout import Layout
+from phalanx.plan.module import ModulePlan
+from phalanx.trainer.world import World
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """A block that takes and returns more than one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor, table: Tensor, places: Tensor) -> Tensor:
+        moved = (hidden + table[places]) * self.gain
+        return hidden + self.down(F.gelu(self.up(self.norm(moved))))
+
+
+class Decoder(nn.Module):
+    """Six blocks inside another module, a table without gradients, whole numbers, and a parameter before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.model = nn.Module()
+        self.model.enter = nn.Linear(4, WIDTH)
+        self.model.layers = nn.ModuleList(Block() for _ in range(6))
+        self.model.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("table", torch.randn(5, WIDTH))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        state = before(self, (images,))
+        for layer in self.model.layers:
+            state = block(layer, state)
+        return after(self, state, (images,))
+
+
+@dataclass
+class State:
+    """What the blocks pass on. Torch does not know it as a nest."""
+
+
+def before(module: nn.Module, batch: Any) -> dict[str, Any]:
+    hidden = module.model.enter(batch[0].flatten(1).unflatten(1, (4, 4)))
+    hidden = torch.cat([module.token.expand(len(hidden), 1, WIDTH), hidden], 1)
+    return {"hidden": hidden, "table": module.table * 1.0, "more": [torch.arange(5), None, "text"]}
+
+
+def block(layer: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "hidden": layer(state["hidden"], state["table"], state["more"][0])}
+
+
+def after(module: nn.Module, state: dict[str, Any], batch: Any) -> Tensor:
+    return module.head(module.model.norm(state["hidden"]).mean(1))
+
+
+BLOCKS = Blocks(path="model.layers", before=before, block=block, after=after)
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder()
+
+
+def cross_entropy(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch[1])
+
+
+def train(
+    world: World, plan: ModulePlan, make: Any, blocks: Blocks
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], float]:
+    step = step_in(world, make(), plan, blocks=blocks)
+    losses, gradients = [], {}
+    for number in range(2):
+        losses.append(step.forward_backward(step.share(images(number)), cross_entropy))
+        if not number:
+            gradients = gradients_of(step)
+        step.update()
+    held_out = step.evaluate(step.share(images(5)), cross_entropy)
+    return losses, gradients, step.state_dict(), held_out
+
+
+def alone(make: Any) -> tuple[list[float], dict[str, Tensor], float]:
+    module = make()
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    losses, gradients = [], {}
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = cross_entropy(module(images(number)[0]), images(number))
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        optimizer.step()
+    module.eval()
+    return losses, gradients, cross_entropy(module(images(5)[0]), images(5)).item()
+
+
+def hold(layout: Layout, make: Any, blocks: Blocks) -> None:
+    losses, gradients, held_out = alone(make)
+    found = on_ranks(layout, train, module_plan(layout), make, blocks)
+    for ours, _, _, evaluated in found:
+        assert ours == pytest.approx(losses, rel=1e-4)
+        assert ours[0] == pytest.approx(losses[0], rel=1e-5)
+        assert evaluated == pytest.approx(held_out, rel=1e-3)
+    assert found[0][1].keys() == gradients.keys()
+    for name, gradient in found[0][1].items():
+        assert relative(gradient, gradients[name]) < 1e-5, name
+
+
+LAYOUTS = {
+    "one process": Layout(micro_batch=2, recompute="full"),
+    "data 2, zero 3, recompute": Layout(data=2, micro_batch=2, zero=3, recompute="full"),
+    "pipeline 2": Layout(pipeline=2, micro_batch=2),
+    "pipeline 3, recompute": Layout(pipeline=3, micro_batch=2, recompute="full"),
+    "pipeline 2 × data 2, zero 2": Layout(pipeline=2, data=2, micro_batch=2, zero=2),
+    "pipeline 2 × data 2, zero 3": Layout(pipeline=2, data=2, micro_batch=1, zero=3, recompute="full"),
+    "interleaved": Layout(pipeline=2, virtual_stages=3, schedule="interleaved-1f1b", micro_batch=1),
+    "zb-h1": Layout(pipeline=2, schedule="zb-h1", micro_batch=2, data=2, zero=1),
+    "zb-v": Layout(pipeline=2, virtual_stages=2, schedule="zb-v", micro_batch=1),
+    "dualpipe-v": Layout(pipeline=2, virtual_stages=2, schedule="dualpipe-v", micro_batch=1),
+    "ends without blocks": Layout(pipeline=4, stage_layers=(0, 6, 0, 0), micro_batch=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_stages_train_as_torch_alone(layout: Layout) -> None:
+    hold(layout, decoder, BLOCKS)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(16, WIDTH),
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))),
+        nn.Linear(WIDTH, 5),
+    )
+
+
+def test_a_sequential_needs_no_more_than_the_path() -> None:
+    hold(Layout(pipeline=2, micro_batch=2), plain, Blocks(path="2"))
+
+
+def frozen_start() -> nn.Module:
+    module = decoder()
+    module.token.requires_grad_(False)
+    module.model.enter.requires_grad_(False)
+    for layer in module.model.layers[:3]:
+        layer.requires_grad_(False)
+    return module
+
+
+def frozen_losses(world: World, plan: ModulePlan) -> tuple[float, dict[str, Tensor]]:
+    step = step_in(world, frozen_start(), plan, blocks=BLOCKS)
+    return step.forward_backward(step.share(images()), cross_entropy), gradients_of(step)
+
+
+def test_a_stage_may_have_nothing_to_train() -> None:
+    layout = Layout(pipeline=2, micro_batch=2)
+    module = frozen_start()
+    loss = cross_entropy(module(images()[0]), images())
+    loss.backward()
+    found, gradients = on_ranks(layout, frozen_losses, module_plan(layout))[0]
+    assert found == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in module.named_parameters():
+        assert (name in gradients) == parameter.requires_grad
+        assert name not in gradients or relative(gradients[name], parameter.grad) < 1e-5, name
+
+
+def noisy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(16, WIDTH), nn.Sequential(*(Noise() for _ in range(4))), nn.Linear(WIDTH, 5)
+    )
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + F.dropout(self.inner(inputs), 0.5, self.training)
+
+
+def noisy_loss(world: World, plan: ModulePlan) -> float:
+    step = step_in(world, noisy(), plan, blocks=Blocks(path="2"))
+    before = torch.random.get_rng_state()
+    loss = step.forward_backward(step.share(images()), cross_entropy)
+    assert torch.random.get_rng_state().equal(before)  # what the user draws is the user's
+    return loss + 0 * step.gradient_norm + step.gradient_norm
+
+
+def test_dropout_does_not_depend_on_the_layout() -> None:
+    layouts = [
+        Layout(micro_batch=2),
+        Layout(data=2, micro_batch=2, zero=3, recompute="full"),
+        Layout(pipeline=2, data=2, micro_batch=2, recompute="full"),
+    ]
+    first, *others = [on_ranks(layout, noisy_loss, module_plan(layout))[0] for layout in layouts]
+    assert others == pytest.approx([first, first], rel=1e-5)
+
+
+def tied() -> nn.Module:
+    module = plain()
+    module[1] = nn.Linear(WIDTH, WIDTH)
+    module[3] = nn.Linear(WIDTH, WIDTH)
+    module[3].weight = module[1].weight
+    return module
+
+
+class ByValue(Noise):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * 2 if inputs.sum().item() > 0 else inputs
+
+
+def by_value() -> nn.Module:
+    module = plain()
+    module[2][0] = ByValue()
+    return module
+
+
+def refused(world: World, plan: ModulePlan, make: Any, path: str, size: int) -> None:
+    step = step_in(world, make(), plan, blocks=Blocks(path=path))
+    inputs, labels = images(size=size)
+    step.forward_backward([(inputs[:4], labels[:4]), (inputs[4:], labels[4:])], cross_entropy)
+
+
+def keywords(world: World, plan: ModulePlan) -> None:
+    step = step_in(world, plain(), plan, blocks=Blocks(path="2"))
+    step.forward_backward([{"images": images()[0]}] * 2, cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "text"),
+    [
+        (refused, (tied, "2", 8), "1.weight of stage 0 and 3.weight of stage 1 are one parameter"),
+        (refused, (by_value, "2", 8), r"let nothing between the stages depend on values \(.item\(\)"),
+        (refused, (plain, "3", 8), "Sequential has no list of modules named 3"),
+        (refused, (plain, "2", 7), r"micro-batch 1 has tensors of shapes \[\[3, 1, 4, 4\], \[3\]\]"),
+        (keywords, (), r"Blocks\(path, before=lambda module, batch"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_words(function: Any, args: Any, text: str) -> None:
+    layout = Layout(pipeline=2, micro_batch=4)
+    with pytest.raises(RankFailed, match=text) as caught:
+        on_ranks(layout, function, module_plan(layout), *args)
+    assert isinstance(caught.value.cause, InputError)
