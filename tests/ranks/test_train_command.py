@@ -59,6 +59,29 @@ def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=110)
 
 
+def refused_start(start: str, *changes: str) -> str:
+    """The complaint about weights to start with, which names their line; no run folder is left."""
+    Path("run.toml").write_text(f'{RUN}[checkpoint]\ninit_from = "{start}"\n')
+    result = command("phalanx", "train", "run.toml", "--run-dir", "second", *changes)
+    assert result.returncode == 2
+    assert f"phalanx: run.toml:{len(RUN.splitlines()) + 2}: checkpoint.init_from: " in result.stderr
+    assert not Path("second").exists()
+    return result.stderr
+
+
+def test_weights_that_cannot_be_started_with_are_refused_before_any_process() -> None:
+    Path("empty").mkdir()
+    for folder in ("nothing", "empty"):
+        assert f"{folder}: there are no weights" in refused_start(folder)
+    first = ("phalanx", "train", "run.toml", "--run-dir", "first", "--set")
+    Path("run.toml").write_text(RUN)
+    assert command(*first, "job.num_steps=1").returncode == 0
+    assert "hidden" in refused_start("first", "--set", "model.hidden=64", "--set", "model.head_dim=16")
+    refused_start("nothing")
+    again = command(*first, "job.num_steps=2")
+    assert again.returncode == 0, again.stderr  # what a run goes on from comes before what it could start with
+
+
 def losses(folder: str) -> list[float]:
     return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import planted
 import pytest
+import torch
 from helpers import run_worlds
 from tiny import tiny_model, tiny_plan
 
 from phalanx.cli.main import main
 from phalanx.data.tokens import TokenWriter
+from phalanx.launch import environment
 from phalanx.launch.local import Result
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.plan import Plan
@@ -69,8 +72,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from this process instead of the agent."""
 
-    def start(plan_path: Path, run_dir: RunDir, entry: str) -> Result:
-        assert entry == verify.WORKER
+    def start(plan_path: Path, run_dir: RunDir, entry: str, environ: Mapping[str, str]) -> Result:
+        assert entry == verify.WORKER and not environ
         plan = Plan.read(plan_path)
         run_worlds(plan.layout, record_in, plan, run_dir, model=plan.model)
         return Result(exit_code=0)
@@ -143,6 +146,30 @@ def test_a_run_file_is_verified_by_processes_of_its_own(capsys: pytest.CaptureFi
     assert "fp64: all" in output
     assert "differ" not in output.replace("difference", "")
     assert output.count("gradients: model.") > 5  # the worst ten, though all agree
+
+
+def test_where_gpus_are_fewer_than_ranks_the_cpu_is_taken_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(environment, "num_gpus", lambda: 1)
+    seen, start = [], runs.local.start
+
+    def spy(plan_path: Path, run_dir: RunDir, entry: str, environ: Mapping[str, str]) -> Result:
+        seen.append(environ)
+        return start(plan_path, run_dir, entry, environ)
+
+    monkeypatch.setattr(runs.local, "start", spy)
+    small_plan(Layout(data=2), LLAMA).write(Path("plan.json"))
+    assert main(["verify", "plan.json"]) == 0
+    assert "on the CPU, as there are fewer GPUs (1) than ranks (2)" in capsys.readouterr().out
+    assert seen == [environment.NO_GPUS] * 2  # the one process too: both on the same kind of device
+
+
+def test_gpus_are_counted_where_the_system_has_some(tmp_path: Path) -> None:
+    assert environment.num_gpus(tmp_path) == 0
+    (tmp_path / "nvidia0").touch()
+    assert environment.num_gpus(tmp_path) == torch.cuda.device_count()
 
 
 def test_a_mistake_in_processes_of_its_own_is_found(

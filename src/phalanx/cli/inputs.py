@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from phalanx.errors import InputError, LayoutError, Problem
+from phalanx.errors import CheckpointError, InputError, LayoutError, Problem
 from phalanx.launch.environment import Launched
 from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
+from phalanx.rundir import RunDir
 from phalanx.spec.job import DataSpec
 from phalanx.spec.load import RunSpec, load
 
@@ -109,6 +110,26 @@ def resumed(plan: Plan, wish: str | None) -> Plan:
             raise InputError(f"{wish} is the folder of a run", where="--resume", instead=instead)
         wish = str(Path(wish).absolute())
     return replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, resume=wish)))
+
+
+def check_start(plan: Plan, path: Path, overrides: Sequence[str], run_dir: RunDir | None) -> None:
+    """See that a run that has nothing to go on from in `run_dir` (None: a new folder) can start with the weights it
+    names. Raises CheckpointError, with the line of the run file at `path`, if not."""
+    start, resume = plan.job.checkpoint.init_from, plan.job.checkpoint.resume
+    if start is None or resume not in ("auto", "never"):
+        return
+    from phalanx.checkpoint import folder  # with torch, which only such a run needs here
+    from phalanx.checkpoint.weights import open_weights
+
+    if resume == "auto" and run_dir and folder.find(run_dir.checkpoints):
+        return
+    try:
+        open_weights(Path(start), plan.model)
+    except InputError as error:
+        key = "checkpoint.init_from"
+        where = f"{path}: job.{key}" if path.suffix == ".json" else load(path, overrides).where(key)
+        found = [replace(each, what=f"{key}: {each.where}: {each.what}", where=where) for each in error.problems]
+        raise CheckpointError(found) from error
 
 
 def _read(path: Path, overrides: Sequence[str], launched: Launched | None) -> Plan:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phalanx.watch.drawing import Drawing
 
 SIZES = ("schedule", "pipeline", "micro_batches", "virtual_stages")
+MOST_DRAWN = 50_000  # micro-batches × stages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +102,12 @@ def _of_plan(arguments: argparse.Namespace) -> tuple[Schedule, list[Drawing]]:
 
 
 def _schedule(layout: Layout, num_micro_batches: int) -> Schedule:
+    """Raises InputError for one that would take minutes to draw."""
     from phalanx.plan.schedule import schedule
 
+    if num_micro_batches * layout.num_stages > MOST_DRAWN:
+        what = f"{num_micro_batches:,} micro-batches on {layout.num_stages:,} stages are too many to draw"
+        raise InputError(what, instead=f"a product of at most {MOST_DRAWN:,}")
     return schedule(layout.schedule, layout.pipeline, layout.virtual_stages, num_micro_batches)
 
 

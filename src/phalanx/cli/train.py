@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from phalanx.cli.inputs import add_run, plan_of, resumed, source_of, with_data, writing
+from phalanx.cli.inputs import add_run, check_start, plan_of, resumed, source_of, with_data, writing
 from phalanx.errors import InputError
 from phalanx.launch import environment, fold, local
 from phalanx.launch.port import listen
@@ -36,7 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _work(arguments, launched)
     plan = _plan(arguments, None)
     environment.check_alone(plan.layout.num_ranks, plan.cluster.devices_per_node)
-    run_dir = RunDir(arguments.run_dir) if arguments.run_dir else RunDir.default(plan.model.name)
+    given = RunDir(arguments.run_dir) if arguments.run_dir else None
+    check_start(plan, arguments.run, arguments.overrides, given)
+    run_dir = given or RunDir.default(plan.model.name)
     with run_dir.lock():
         with writing(run_dir.plan, "--run-dir"):
             plan.write(run_dir.plan)
@@ -57,6 +59,7 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
     try:
         plan = _plan(arguments, launched)
         folder = arguments.run_dir or Path("runs") / environment.run_name(launched, file_name(plan.model.name))
+        check_start(plan, arguments.run, arguments.overrides, RunDir(folder))
         if launched.port:
             listen(launched.port).close()  # is it free?
     except InputError as error:

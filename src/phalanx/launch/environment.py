@@ -7,6 +7,8 @@ started fits what the run needs. Found out, and complained about, before anythin
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +18,9 @@ from typing import Literal
 from phalanx.errors import InputError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_GPU_FILES = ("nvidia[0-9]*", "kfd")  # in /dev: where there is none, no GPU need be looked for
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # as environment of processes: they see none
+
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
@@ -118,6 +123,15 @@ def check_alone(num_ranks: int, devices_per_node: int, environ: Mapping[str, str
         where="SLURM_NTASKS",
         instead=f"#SBATCH --ntasks={num_ranks}, and in the script: srun phalanx train …",
     )
+
+
+def num_gpus(devices: Path = Path("/dev")) -> int:
+    """GPUs that a process started here can use. Torch is asked, which alone knows, in a process of its own: loading it
+    takes seconds, and only where the system has GPUs at all."""
+    if not any(any(devices.glob(name)) for name in _GPU_FILES):
+        return 0
+    program = "import torch; print(torch.cuda.device_count())"
+    return int(subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def run_name(found: Launched, name: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,9 +33,10 @@ class Result:
     failure: supervise.Failure | None = None
 
 
-def start(plan_path: Path, run_dir: RunDir, entry: str = WORKER) -> Result:
-    """Run `entry` ("module:function", called with the Plan and the RunDir) in one process per rank of the plan; return
-    when all are gone. Requests to end are passed on; if this process is killed, so are the others.
+def start(plan_path: Path, run_dir: RunDir, entry: str = WORKER, environ: Mapping[str, str] | None = None) -> Result:
+    """Run `entry` ("module:function", called with the Plan and the RunDir) in one process per rank of the plan, with
+    `environ` over the environment; return when all are gone. Requests to end are passed on; if this process is killed,
+    so are the others.
 
     A failure is written to the run folder and returned. Raises InputError, before any process starts, for a file that
     is not a plan, an entry that cannot be loaded, or a port asked for (MASTER_PORT) that is in use.
@@ -47,7 +48,7 @@ def start(plan_path: Path, run_dir: RunDir, entry: str = WORKER) -> Result:
         listener.set_inheritable(True)
         command = [sys.executable, "-m", "phalanx.trainer.agent", str(plan_path), str(run_dir.path), entry]
         command += ["--parent", str(os.getpid()), "--listener", str(listener.fileno())]
-        exit_code = _run_agent(command)
+        exit_code = _run_agent(command, environ or {})
     # Done; refused before any rank started, and said so; or asked to stop.
     if exit_code in (0, 2, Stopped.exit_code) or exit_code > 128:
         return Result(exit_code=exit_code)
@@ -59,7 +60,7 @@ def start(plan_path: Path, run_dir: RunDir, entry: str = WORKER) -> Result:
     return Result(exit_code=failure.exit_code, failure=failure)
 
 
-def _run_agent(command: Sequence[str]) -> int:
+def _run_agent(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the agent to its end, passing signals on. Returns its exit code, or -n if signal n killed it.
 
     Signals are held back until there is somebody to pass them on to; the agent starts with them held back as well, so
@@ -70,7 +71,7 @@ def _run_agent(command: Sequence[str]) -> int:
     try:
         agent = subprocess.Popen(
             command,
-            env={**os.environ, **_ONE_THREAD},
+            env={**os.environ, **_ONE_THREAD, **environ},
             stdin=subprocess.DEVNULL,
             close_fds=False,  # the listener and the run folder's lock are inheritable, nothing else is
             start_new_session=True,  # Ctrl-C in the terminal reaches this process alone

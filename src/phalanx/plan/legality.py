@@ -5,7 +5,6 @@ Nothing is repaired in silence: a layout is legal as written, or every reason wh
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -18,6 +17,7 @@ from phalanx.plan.shards import padded_vocab
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.schema import nearest
 
 
 def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout) -> list[Problem]:
@@ -79,18 +79,14 @@ def _ranges(layout: Layout) -> Iterator[Problem]:
         yield _problem("zero", f"there is no ZeRO stage {layout.zero}", "zero = 0, 1, 2 or 3")
     if layout.zero_group < 0:
         yield _problem("zero_group", f"zero_group is {layout.zero_group}", "zero_group = 0 (all of data) or more")
-    if layout.reduce not in get_args(Reduce):
-        nearest = f'reduce = "{_nearest(layout.reduce, get_args(Reduce))}"'
-        yield _problem("reduce", f'there is no reduction "{layout.reduce}"', nearest)
+    names = {"reduce": get_args(Reduce), "recompute": get_args(Recompute), "schedule": tuple(SCHEDULES)}
+    for key, known in names.items():
+        if (name := getattr(layout, key)) not in known:
+            instead = f'{key} = "{nearest(name, known) or known[0]}" (of {", ".join(known)})'
+            yield _problem(key, f'there is no {key} "{name}"', instead)
     if not 0 < layout.reduce_fraction <= 1:
         what = f"reduce_fraction is {layout.reduce_fraction:g}"
         yield _problem("reduce_fraction", what, "reduce_fraction = above 0 and at most 1")
-    if layout.recompute not in get_args(Recompute):
-        nearest = f'recompute = "{_nearest(layout.recompute, get_args(Recompute))}"'
-        yield _problem("recompute", f'there is no recompute "{layout.recompute}"', nearest)
-    if layout.schedule not in SCHEDULES:
-        nearest = f'schedule = "{_nearest(layout.schedule, list(SCHEDULES))}" (of {", ".join(SCHEDULES)})'
-        yield _problem("schedule", f'there is no schedule "{layout.schedule}"', nearest)
     for key in ("stage_layers", "recompute_layers"):
         counts = getattr(layout, key)
         if counts is not None and min(counts, default=0) < 0:
@@ -295,10 +291,6 @@ LIMITS = (
 def engine_problems(layout: Layout) -> list[Problem]:
     """What the trainer cannot run of a layout that is legal otherwise."""
     return [_problem(limit.key, limit.what, limit.instead) for limit in LIMITS if limit.beyond(layout)]
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    return (difflib.get_close_matches(word, known, n=1, cutoff=0.0) or known)[0]
 
 
 def _listed(values: Sequence[object]) -> str:

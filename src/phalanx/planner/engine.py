@@ -14,6 +14,7 @@ from phalanx.plan.legality import engine_problems
 from phalanx.plan.operations import Kernels
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.candidates import RECOMPUTES, Space
+from phalanx.spec.schema import suggest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -135,7 +136,7 @@ def engine(name: str = OURS) -> Engine:
     """One engine by name; raises SpecError with the known ones."""
     known = profiles()
     if name not in known:
-        raise SpecError(f"unknown engine {name!r}", instead=f"one of {', '.join(sorted(known))}")
+        raise SpecError(f'unknown engine "{name}"', instead=suggest(name, sorted(known)))
     return known[name]
 
 

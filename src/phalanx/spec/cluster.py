@@ -15,6 +15,8 @@ from phalanx.spec.schema import Count, Fraction, NotNegative, Positive, Range, W
 
 Memory = Annotated[int, Range(at_least=2**20)]  # less, or slower than this, is a forgotten unit
 Speed = Annotated[float, Range(at_least=1e6)]
+Nodes = Annotated[int, Range(at_least=1, at_most=2**20)]  # more than there are: whoever means it would wait for days
+PerNode = Annotated[int, Range(at_least=1, at_most=2**16)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,8 @@ class ClusterSpec:
     """
 
     name: str
-    num_nodes: Count
-    devices_per_node: Count
+    num_nodes: Nodes
+    devices_per_node: PerNode
     device: Device
     intra_node: Link
     inter_node: Link

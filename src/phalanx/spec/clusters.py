@@ -21,6 +21,7 @@ from phalanx.spec.schema import Checker, suggest
 from phalanx.units import parse_flops_per_s
 
 LOCAL = "local"
+MOST_LOCAL = 4096  # processes on this machine
 """The cluster that this machine is."""
 
 PARTS = ("devices_per_node", "device", "intra_node")
@@ -71,9 +72,10 @@ def with_device(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, "device": figures, "sources": {**sources, **table.get("sources", {})}}
 
 
-def with_base(run: Document, num_devices: int) -> Document:
+def with_base(run: Document, num_devices: int, asked_at: Key) -> Document:
     """`run` with what its [cluster] names (a known cluster or a file; else this machine with `num_devices` devices,
-    unless it describes another) laid under the keys given there. Raises SpecError for one that is not found."""
+    unless it describes another) laid under the keys given there. Raises SpecError for one that is not found, and for
+    more devices than this machine can be thought to have, which the key `asked_at` wants."""
     given = run.table.get("cluster", {})
     name, file = given.get("name", LOCAL if _is_local(given) else None), given.get("file")
     known = name in names()
@@ -82,6 +84,9 @@ def with_base(run: Document, num_devices: int) -> Document:
             what = f'cluster.name = "{name}" and cluster.file = "{file}" both say which cluster'
             raise SpecError(what, where=run.where(("cluster", "file")), instead="leave one of them out")
         base = read(run.path(("cluster", "file"), file), asked_at=run.where(("cluster", "file")))
+    elif name == LOCAL and num_devices > MOST_LOCAL:
+        what = f"{num_devices:,} processes, which this machine cannot hold"
+        raise SpecError(what, where=run.where(asked_at), instead="smaller axes, or a [cluster] of that size")
     elif known:
         base = Document(table=table(name, num_devices), places={})
     elif name and not all(part in given for part in PARTS):
@@ -132,7 +137,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Main memory of this machine, or what its control group leaves of it."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -149,7 +154,7 @@ def _local(num_devices: int) -> dict[str, Any]:
     flops = {precision: parse_flops_per_s(text) for precision, text in base["device"]["flops_per_s"].items()}
     share = min(1.0, num_cores() / num_devices)
     device = base["device"] | {
-        "memory_bytes": _memory_bytes() // num_devices,
+        "memory_bytes": memory_bytes() // num_devices,
         "flops_per_s": {precision: speed * share for precision, speed in flops.items()},
     }
     sources = base["sources"] | {"device.memory_bytes": f"this machine's memory, shared by {num_devices} processes"}

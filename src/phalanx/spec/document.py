@@ -74,8 +74,10 @@ def parse(text: str) -> dict[str, Any]:
 
 def read_text(path: Path, *, asked_at: str = "") -> str:
     """The text of a file, which the user named at the place `asked_at` if another file did. Raises SpecError when it is
-    missing, a folder, unreadable or not UTF-8."""
+    missing, a folder, unreadable or not UTF-8, and for pipes and devices, which may never end."""
     where, name = (asked_at, f"{path} ") if asked_at else (str(path), "")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise SpecError(f"{name}is no plain file", where=where, instead="write it to a file first")
     try:
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:

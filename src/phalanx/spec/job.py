@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from phalanx.spec.schema import Below1, Count, NotNegative, Positive, Whole
+from phalanx.spec.schema import Below1, Count, NotNegative, Positive, Range, Whole
 
+Batch = Annotated[int, Range(at_least=1, at_most=2**20)]
 Precision = Literal["fp32", "bf16", "fp64"]
 Documents = Literal["joined", "separate"]
 
@@ -100,18 +101,20 @@ class JobSpec:
     checking). `label_smoothing` is the part of each target that all ids share equally, `z_loss` the weight of log² Z,
     with Z the sum of a token's exponentiated logits: both belong to the loss that is trained and shown.
     A step whose loss or gradient is no finite number ends the run, or with `on_non_finite` "skip" changes nothing.
+    With `compile`, torch.compile fuses what a block does between matrix products and messages.
     Every `check_copies_every_steps` steps (0: never) ranks compare what they hold copies of.
     `comm` "auto" moves data between processes of one host through shared memory, "gloo" switches that off.
     `comm_timeout_s` ends a collective that waits longer.
     """
 
-    global_batch: Count
+    global_batch: Batch
     seq_len: Count
     num_steps: Count
     precision: Precision = "bf16"
     seed: Whole = 1
     label_smoothing: Below1 = 0.0
     z_loss: NotNegative = 0.0
+    compile: bool = False
     on_non_finite: Literal["stop", "skip"] = "stop"
     check_copies_every_steps: Whole = 100
     optimizer: OptimizerSpec = OptimizerSpec()

@@ -45,6 +45,7 @@ class LayoutKeys(TypedDict, total=False):
     reduce: Literal["fp32", "bf16", "fp16", "powersgd", "top-k"]
     reduce_rank: Count
     reduce_fraction: Part
+    overlap: bool
     tensor_overlap_chunks: Count
 
 
@@ -143,7 +144,8 @@ def _with_cluster(run: Document) -> Document:
     given = math.prod(size for size in sizes if type(size) is int and size > 0)
     if isinstance(table, Mapping) and "data" not in table:
         given *= max(1, clusters.num_cores() // given)
-    return clusters.with_base(run, given)
+    largest = max(AXES, key=lambda axis: table.get(axis, 0) if type(table.get(axis)) is int else 0) if sizes else ""
+    return clusters.with_base(run, given, ("layout", largest))
 
 
 def _known_keys(check: Checker) -> dict[str, dict[str, Any]]:

@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.launch import environment
 from phalanx.plan.layout import Layout
 from phalanx.plan.legality import problems
 from phalanx.plan.plan import Plan
@@ -75,19 +76,24 @@ def verify(plan: Plan, num_steps: int = NUM_STEPS, say: Callable[[str], None] = 
     assert not found, f"scaled down to what cannot run: {found}"
     alone = replace(small, layout=Layout(micro_batch=small.job.global_batch))
     steps = f"{num_steps} steps" if num_steps > 1 else "1 step"
+    num_gpus, num_ranks = environment.num_gpus(), small.layout.num_ranks
+    on_cpu = 0 < num_gpus < num_ranks
+    environ = environment.NO_GPUS if on_cpu else {}
+    if on_cpu:
+        say(f"on the CPU, as there are fewer GPUs ({num_gpus}) than ranks ({num_ranks})")
     say(f"{steps} with {small.layout}")
-    ranks = _record(small)
+    ranks = _record(small, environ)
     say(f"{steps} on one process, in one micro-batch")
-    [reference] = _record(alone)
+    [reference] = _record(alone, environ)
     findings = tuple(compare(small, ranks, reference))
     losses = tuple((here.loss, there.loss) for here, there in zip(ranks[0].steps, reference.steps, strict=True))
     return Verdict(plan=small, changes=changes, losses=losses, findings=findings)
 
 
-def _record(plan: Plan) -> list[RankRecord]:
-    """Run the plan in a folder of its own; what all ranks recorded."""
+def _record(plan: Plan, environ: Mapping[str, str]) -> list[RankRecord]:
+    """Run the plan in a folder of its own, with `environ` over the environment; what all ranks recorded."""
     run_dir = RunDir(Path(tempfile.mkdtemp(prefix="phalanx-verify-")))
-    run(plan, run_dir, WORKER)
+    run(plan, run_dir, WORKER, environ)
     records = [RankRecord.read(run_dir.record(rank)) for rank in range(plan.layout.num_ranks)]
     shutil.rmtree(run_dir.path)
     return records

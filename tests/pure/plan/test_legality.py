@@ -212,7 +212,7 @@ REFUSED = {
     "reduction": (
         Layout(data=2, reduce="topk"),
         {},
-        ("layout.reduce", 'there is no reduction "topk"', 'reduce = "top-k"'),
+        ("layout.reduce", 'there is no reduce "topk"', 'reduce = "top-k" (of fp32, bf16, fp16, powersgd, top-k)'),
     ),
     "a part of shards": (
         Layout(data=2, zero=2, reduce="powersgd"),
@@ -240,7 +240,7 @@ REFUSED = {
     "recompute": (
         Layout(recompute="ful"),
         {},
-        ("layout.recompute", 'there is no recompute "ful"', 'recompute = "full"'),
+        ("layout.recompute", 'there is no recompute "ful"', 'recompute = "full" (of none, selective, full)'),
     ),
     "some of nothing": (
         Layout(recompute_every=2),
