@@ -1,0 +1,50 @@
+"""Measure this machine: matrix products, memory, attention, starting kernels, messages. Writes a cluster file, which a
+run file names as [cluster] file = "…" so that plans rest on it. Takes under a minute; keep the machine quiet meanwhile.
+Over several machines, start it with torchrun or srun, one process per device. Exit codes: 0 done, 2 wrong input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from phalanx.cli.inputs import writing
+from phalanx.errors import InputError
+from phalanx.launch.environment import launched
+from phalanx.launch.script import start_script
+from phalanx.spec.clusters import num_cores
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx measure`."""
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("cluster.toml"), metavar="FILE", help="what to write (cluster.toml)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="processes on this machine (one per GPU, or else per core)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure as one of the ranks that somebody started, or start them here."""
+    if launched():
+        from phalanx.trainer.measure_links import measure
+
+        measure(arguments.output)
+        return 0
+    ranks = arguments.ranks or num_gpus() or num_cores()
+    if ranks < 1:
+        raise InputError(f"{ranks} processes", where="--ranks", instead="1 or more")
+    with writing(arguments.output, "--output"), arguments.output.open("a", encoding="utf-8"):
+        pass  # found out before it takes a minute
+    code = start_script(ranks, ["-m", "phalanx.trainer.measure_links", str(arguments.output)])
+    if code == 0:
+        sys.stdout.write(f'wrote {arguments.output}: [cluster] file = "{arguments.output}" in a run file\n')
+    elif not arguments.output.stat().st_size:
+        arguments.output.unlink()
+    return code
+
+
+def num_gpus() -> int:
+    """NVIDIA devices of this machine, counted by their files: torch is not loaded here."""
+    return sum(1 for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
