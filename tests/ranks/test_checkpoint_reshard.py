@@ -8,39 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import engines, gather, pieces_of, scramble
+from simulated import assert_equal, engines, gather, pieces_of, read, scramble, write
 from tiny import tiny_job, tiny_model, tiny_plan, toy_cluster
 
-from phalanx.checkpoint.folder import whole
-from phalanx.checkpoint.parts import publish, write_part
-from phalanx.checkpoint.reshard import read_pieces
 from phalanx.plan.layout import Layout
 from phalanx.plan.legality import problems
-from phalanx.plan.plan import Plan
 
 MODELS = {
     "llama": tiny_model("llama", num_layers=5, hidden=32, ffn=48, head_dim=8, vocab=50),
     "tied llama": tiny_model("llama", num_layers=5, hidden=32, ffn=48, head_dim=8, vocab=50, tied=True),
     "gpt2": tiny_model("gpt2", num_layers=5, hidden=32, ffn=64, head_dim=8, vocab=53),
 }
-
-
-def write(folder: Path, plan: Plan, every: list) -> Path:
-    """What `Saver` does, rank after rank."""
-    aside = folder / "aside"
-    aside.mkdir(parents=True)
-    for rank, pieces in enumerate(every):
-        write_part(aside, rank, 7, pieces)
-    publish(aside, folder / "step-000007", plan, 7, {}, len(every))
-    return folder / "step-000007"
-
-
-def read(path: Path, every: list) -> None:
-    for pieces in every:
-        read_pieces(path, whole(path), pieces)
 
 
 def legal_layouts(model) -> list[Layout]:
@@ -89,14 +69,6 @@ def test_there_and_back_is_the_identity(name):
         assert_equal(gather(third), truth)
 
     check()
-
-
-def assert_equal(have, want, *, partly: bool = False):
-    assert have if not partly else True
-    assert partly or have.keys() == want.keys()
-    for key, tensor in have.items():
-        held = ~tensor.isnan() if partly else torch.ones_like(tensor, dtype=torch.bool)
-        assert torch.equal(tensor[held], want[key][held]), key
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from helpers import run_worlds
 from single import batch, collect, solo_engine
 from tiny import tiny_job, toy_cluster
 
-from phalanx.checkpoint.hf import to_checkpoint
+from phalanx.checkpoint.rewrite import to_checkpoint
 from phalanx.checkpoint.hf_names import places, whole
 from phalanx.checkpoint.weights import open_weights
 from phalanx.errors import CheckpointError

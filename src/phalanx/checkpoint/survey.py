@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.manifest import PLAN, check_contents
+from phalanx.checkpoint.manifest import MANIFEST, PLAN, Manifest, check_contents
 from phalanx.errors import InputError
 from phalanx.plan.module import read_plan
 from phalanx.rundir import RunDir
@@ -27,13 +27,18 @@ class Seen:
 
 def locate(path: Path) -> list[tuple[int, Path]]:
     """The checkpoints that `path` means, newest first: those of a run folder or of a folder of checkpoints, or the one
-    that it is itself. Raises InputError if there are none."""
+    that it is itself, whatever its name. Raises InputError if there are none."""
     run = RunDir(path).checkpoints
     found = folders.checkpoints(run if run.is_dir() else path)
     if not found:
         found = [entry for entry in folders.checkpoints(path.resolve().parent) if entry[1].name == path.resolve().name]
+    if not found and (path / MANIFEST).is_file():
+        try:
+            found = [(Manifest.read(path / MANIFEST).step, path)]
+        except InputError:  # told by whoever looks at it
+            found = [(0, path)]
     if not found:
-        instead = "the folder of a run, or of one checkpoint (step-…)"
+        instead = "the folder of a run, or of one checkpoint"
         raise InputError(f"there is no checkpoint in {path}", instead=instead)
     return found
 

@@ -1,5 +1,5 @@
-"""`phalanx checkpoint list|verify|export|import`: which checkpoints there are, whether each byte is as it was written;
-to and from Hugging Face folders (see `hugging_face`)."""
+"""`phalanx checkpoint`: which checkpoints there are (list), whether each byte is as it was written (verify), and new
+ones made of them (export, import, average, reshard: see `rewrite`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli import hugging_face
+from phalanx.cli import rewrite
 from phalanx.cli.table import entries
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx checkpoint`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import|average|reshard")
     for name, what in (
         ("list", "step, age, size and layout of each checkpoint, and whether its files are all there in full"),
         ("verify", "read everything and compare all checksums; exit code 1 if anything is wrong"),
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=what, description=what)
         action.add_argument("path", type=Path, help="a run folder, a folder of checkpoints, or one checkpoint")
         action.add_argument("--json", action="store_true", help="print JSON")
-    hugging_face.add_actions(actions)
+    rewrite.add_actions(actions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
-    if arguments.action in hugging_face.ACTIONS:
-        return hugging_face.run(arguments)
+    if arguments.action in rewrite.ACTIONS:
+        return rewrite.run(arguments)
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -1,0 +1,156 @@
+"""Checkpoints made from weights or from other checkpoints, by one process, without any run:
+
+    to_checkpoint    weights, wherever they are → a checkpoint of step 0 that holds nothing else
+    average          the mean of the weights of several → the same
+    reshard          one checkpoint → one that holds the same, each tensor whole in one file
+
+All go tensor by tensor, so that a model larger than memory passes, and write aside: what has its name is whole.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.hf_names import whole
+from phalanx.checkpoint.hf_settings import carry
+from phalanx.checkpoint.manifest import MANIFEST, Manifest
+from phalanx.checkpoint.match import parameters
+from phalanx.checkpoint.parts import publish, write_part
+from phalanx.checkpoint.reshard import read_pieces
+from phalanx.checkpoint.store import opened
+from phalanx.checkpoint.tensor_file import DTYPES, Piece
+from phalanx.checkpoint.weights import Weights, open_weights
+from phalanx.errors import CheckpointError
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.plan.shards import Parameter, Rectangle
+from phalanx.spec import clusters
+from phalanx.spec.job import JobSpec
+
+PART_BYTES = 2**28
+"""Files are of about this size, each held in memory once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """All of one parameter, as a view of some tensor."""
+
+    parameter: Parameter
+    tensor: Tensor
+    kind: str = "weight"
+    owned: bool = True
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The whole tensor."""
+        return whole(self.parameter.shape)
+
+
+def to_checkpoint(weights: Weights, target: Path) -> int:
+    """Write a checkpoint of step 0 with the weights in fp32, and no state of an optimizer; returns the bytes of its
+    tensors. The tokenizer's files go with it.
+
+    Raises CheckpointError if `target` exists, OSError.
+    """
+    model = weights.model
+    job = JobSpec(global_batch=1, seq_len=model.max_seq_len, num_steps=1, precision="fp32")
+    plan = Plan(model=model, cluster=clusters.named(clusters.LOCAL), job=job, layout=Layout())
+    views = (View(parameter=parameter, tensor=torch.empty(parameter.shape)) for parameter in parameters(model).values())
+    with written_aside(target) as aside:
+        num_parts = 0
+        for members in _batches(views):
+            weights.fill(members)
+            write_part(aside, num_parts, 0, members)
+            num_parts += 1
+        carry(weights.folders, aside, model.max_seq_len)
+        manifest = publish(aside, target, plan, 0, {"num_samples": 0, "optimizer_steps": 0}, num_parts)
+    return manifest.num_bytes
+
+
+def average(paths: Sequence[Path], target: Path) -> int:
+    """`to_checkpoint` of the mean, added up in float64, of the weights at `paths`; the tokenizer is the first one's.
+
+    Raises CheckpointError if they are not all of one model, with the first difference, or if `target` exists.
+    """
+    first = open_weights(paths[0])
+    every = [first, *(open_weights(path, like=first.model) for path in paths[1:])]
+
+    def fill(pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            part = View(parameter=piece.parameter, tensor=torch.empty_like(piece.tensor))
+            total = torch.zeros(piece.tensor.shape, dtype=torch.float64)
+            for weights in every:
+                weights.fill([part])
+                total += part.tensor
+            piece.tensor.copy_(total / len(every))
+
+    return to_checkpoint(replace(first, fill=fill), target)
+
+
+def reshard(path: Path, target: Path) -> int:
+    """Write the checkpoint at `path` once more, with all its state, each tensor whole and under its plain name, in
+    files of about PART_BYTES; returns the bytes of its tensors. Checksums are compared on the way.
+
+    Raises DamagedCheckpointError, CheckpointError if `target` exists, OSError.
+    """
+    manifest, plan = opened(path)
+    tensors = {(entry.kind, entry.name): entry for entry in manifest.tensors}
+    views = (
+        View(
+            parameter=Parameter(name=entry.name, shape=entry.shape),
+            tensor=torch.empty(entry.shape, dtype=DTYPES[entry.dtype]),
+            kind=entry.kind,
+        )
+        for _, entry in sorted(tensors.items(), key=lambda item: item[0])
+    )
+    with written_aside(target) as aside:
+        num_parts = 0
+        for members in _batches(views):
+            read_pieces(path, manifest, members)
+            write_part(aside, num_parts, manifest.step, members)
+            num_parts += 1
+        _copy_others(path, manifest, aside)
+        return publish(aside, target, plan, manifest.step, manifest.extra, num_parts).num_bytes
+
+
+def _copy_others(path: Path, manifest: Manifest, aside: Path) -> None:
+    """What lies in a checkpoint beside its own files: a tokenizer, settings."""
+    for file in path.iterdir():
+        if file.is_file() and file.name not in {*manifest.files, MANIFEST}:
+            shutil.copyfile(file, aside / file.name)
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A folder to write in, beside `target`; nothing is left of it after an error."""
+    if target.exists():
+        raise CheckpointError("exists already", where=str(target), instead="the name of a new folder")
+    aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+    finally:
+        if aside.exists():
+            shutil.rmtree(aside)
+
+
+def _batches(views: Iterable[View]) -> Iterator[list[View]]:
+    """Views that together have about PART_BYTES; each is made when its turn has come."""
+    batch: list[View] = []
+    size = 0
+    for view in views:
+        batch.append(view)
+        size += view.tensor.nbytes
+        if size >= PART_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
