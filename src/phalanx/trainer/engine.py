@@ -26,6 +26,7 @@ from phalanx.trainer.micro_batch import Documents, MicroBatch
 from phalanx.trainer.model import build
 from phalanx.trainer.optim import AdamW, squared_norm
 from phalanx.trainer.pipeline_parallel import Pipeline
+from phalanx.trainer.segments import compiled
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 
@@ -72,6 +73,8 @@ class Engine:
             )
             for chunk, stage in zip(chunks, cut, strict=True)
         ]
+        for stage in stages if job.compile else ():
+            stage.use(compiled())
         held = len(self.parallel.held_tokens(layout.micro_batch * job.seq_len))
         activations = torch.empty(held, model.hidden, dtype=dtype, device=device)
         self._pipeline_of = functools.partial(

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.trainer.flat import Weight, accumulation_dtype
+from phalanx.trainer.segments import EAGER, Segments
 
 
-def rms_norm(inputs: Tensor, weight: Weight, eps: float) -> Tensor:
+def rms_norm(inputs: Tensor, weight: Weight, eps: float, segments: Segments = EAGER) -> Tensor:
     """x / sqrt(mean(x²) + eps) × weight over the last dim of [tokens, hidden] (Zhang and Sennrich 2019)."""
-    return _result(_RMSNorm.apply(inputs, weight, eps))
+    return _result(_RMSNorm.apply(inputs, weight, eps, segments))
 
 
 def norm_heads(qkv: Tensor, norms: Sequence[tuple[Weight, int]], head_dim: int, eps: float) -> Tensor:
@@ -34,9 +34,9 @@ def layer_norm(inputs: Tensor, weight: Weight, bias: Weight, eps: float) -> Tens
     return _result(_LayerNorm.apply(inputs, weight, bias, eps))
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, segments: Segments = EAGER) -> Tensor:
     """silu(gate) × up; `gate_up` [tokens, 2 × ffn] holds both side by side (Shazeer 2020). Keeps its input only."""
-    return _result(_SwiGLU.apply(gate_up))
+    return _result(_SwiGLU.apply(gate_up, segments))
 
 
 def split_heads(
@@ -69,24 +69,18 @@ def _result(tensor: Any) -> Tensor:
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Weight, eps: float) -> Tensor:
-        wide = inputs.to(accumulation_dtype(inputs.dtype))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
+    def forward(ctx: Any, inputs: Tensor, weight: Weight, eps: float, segments: Segments) -> Tensor:
+        output, scale = segments.rms_norm(inputs, weight.value, eps)
         ctx.save_for_backward(inputs, scale)
-        ctx.weight = weight
-        return (wide * scale).mul_(weight.value).to(inputs.dtype)
+        ctx.weight, ctx.segments = weight, segments
+        return output
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        """With r the scale of a row and g the output's gradient: r w g - r³ x mean(w g x), and Σ r g x for w."""
         inputs, scale = ctx.saved_tensors
-        wide, wide_grad, value = (tensor.to(scale.dtype) for tensor in (inputs, output_grad, ctx.weight.value))
-        products = wide_grad * wide
-        ctx.weight.grad.addmv_(products.t(), scale.squeeze(1))
-        mean = torch.mv(products, value).div_(-wide.shape[-1]).unsqueeze(1)
-        input_grad = torch.mul(wide_grad, value, out=products).mul_(scale).addcmul_(wide, mean.mul_(scale.pow(3)))
-        return input_grad.to(inputs.dtype), None, None
+        input_grad, weight_grad = ctx.segments.rms_norm_backward(inputs, scale, output_grad, ctx.weight.value)
+        ctx.weight.grad.add_(weight_grad)
+        return input_grad, None, None, None
 
 
 class _NormHeads(Function):
@@ -161,20 +155,14 @@ class _LayerNorm(Function):
 
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, segments: Segments) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        ctx.segments = segments
+        return segments.swiglu(gate_up)
 
     @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        grad = torch.empty_like(gate_up)
-        gate_grad, up_grad = grad.chunk(2, -1)
-        torch.mul(output_grad, F.silu(gate), out=up_grad)
-        torch.ops.aten.silu_backward.grad_input(output_grad * up, gate, grad_input=gate_grad)
-        return grad
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
+        return ctx.segments.swiglu_backward(*ctx.saved_tensors, output_grad), None
 
 
 class _SplitHeads(Function):

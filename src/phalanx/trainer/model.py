@@ -23,6 +23,7 @@ from phalanx.trainer.flat import FlatBuffer, Products, Weight
 from phalanx.trainer.loss import Objective, cross_entropy, head_loss
 from phalanx.trainer.micro_batch import MicroBatch, held_places, held_positions
 from phalanx.trainer.recompute import checkpointed
+from phalanx.trainer.segments import EAGER, Segments
 from phalanx.trainer.tensor_parallel import Again, TensorParallel
 
 
@@ -106,12 +107,12 @@ class Norm:
 
     def __init__(self, buffer: FlatBuffer, name: str, model: ModelSpec) -> None:
         self.weight, self.bias = buffer.weights[name], buffer.weights.get(f"{name}_bias")
-        self.eps = model.norm_eps
+        self.eps, self.segments = model.norm_eps, EAGER
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Normalize [tokens, hidden]."""
         if self.bias is None:
-            return kernels.rms_norm(inputs, self.weight, self.eps)
+            return kernels.rms_norm(inputs, self.weight, self.eps, self.segments)
         return kernels.layer_norm(inputs, self.weight, self.bias, self.eps)
 
 
@@ -138,7 +139,7 @@ class Layer:
         recomputes: bool,
     ) -> None:
         self.buffer, self.index, self.model, self.parallel = buffer, index, model, parallel
-        self.recomputes = recomputes
+        self.recomputes, self.segments = recomputes, EAGER
         self.reads = self.reads_in_backward = (buffer,)
         self.backward_within_forward = False
         weights = buffer.weights
@@ -175,9 +176,13 @@ class Layer:
         """How to make `make(inputs)` once more in backward, if that is asked for; `inputs` is kept anyway."""
         return functools.partial(make, inputs) if self.recomputes else None
 
+    def use(self, segments: Segments) -> None:
+        """From now on, compute what lies between matrix products as `segments` does."""
+        self.segments = self.norm1.segments = self.norm2.segments = segments
+
     def _activate(self, up: Tensor) -> Tensor:
         if self.model.gated:
-            return kernels.swiglu(up)
+            return kernels.swiglu(up, self.segments)
         return F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
 
     def _close(
@@ -219,6 +224,10 @@ class Head:
         rectangle = leaf.pieces[0].rectangle
         self.vocabulary = range(rectangle.start[0], rectangle.stop[0])
         self.norm = Norm(buffer, "norm", model)
+
+    def use(self, segments: Segments) -> None:
+        """As `Layer.use`."""
+        self.norm.segments = segments
 
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Loss of `batch`."""
@@ -294,6 +303,12 @@ class Stage:
                 self.watcher.before_backward(self.blocks[index - 1], self._block(index - 2))
 
         return passed
+
+    def use(self, segments: Segments) -> None:
+        """From now on, compute what lies between matrix products as `segments` does."""
+        for block in self.blocks:
+            if isinstance(block, (Layer, Head)):
+                block.use(segments)
 
     def postpone(self) -> None:
         """From now on, keep what weight gradients need instead of computing them."""

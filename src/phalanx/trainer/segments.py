@@ -1,0 +1,142 @@
+"""The element-wise stretches of a block between its matrix products and messages, as pure functions of tensors: written
+by hand for eager PyTorch, or plainly for `torch.compile`, which fuses each into one or two kernels.
+
+What a rank sends, and what it writes into flat buffers, stays outside of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.errors import InputError
+from phalanx.trainer.flat import accumulation_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """One way to compute them.
+
+    `rms_norm(inputs, weight, eps)`: output, and the scale of each row in accumulation precision.
+    `rms_norm_backward(inputs, scale, output_grad, weight)`: gradients of inputs and weight, the latter in accumulation
+    precision. `swiglu(gate_up)`: silu(gate) × up. `swiglu_backward(gate_up, output_grad)`: gradient of `gate_up`.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rms_norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    swiglu: Callable[[Tensor], Tensor]
+    swiglu_backward: Callable[[Tensor, Tensor], Tensor]
+
+
+def _rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = inputs.to(accumulation_dtype(inputs.dtype))
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(inputs.dtype), scale
+
+
+def _rms_norm_backward(inputs: Tensor, scale: Tensor, output_grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """With r the scale of a row and g the output's gradient: r w g - r³ x mean(w g x), and Σ r g x for w."""
+    wide, wide_grad, value = (tensor.to(scale.dtype) for tensor in (inputs, output_grad, weight))
+    products = wide_grad * wide
+    weight_grad = torch.mv(products.t(), scale.squeeze(1))
+    mean = torch.mv(products, value).div_(-wide.shape[-1]).unsqueeze(1)
+    input_grad = torch.mul(wide_grad, value, out=products).mul_(scale).addcmul_(wide, mean.mul_(scale.pow(3)))
+    return input_grad.to(inputs.dtype), weight_grad
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _swiglu_backward(gate_up: Tensor, output_grad: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    grad = torch.empty_like(gate_up)
+    gate_grad, up_grad = grad.chunk(2, -1)
+    torch.mul(output_grad, F.silu(gate), out=up_grad)
+    torch.ops.aten.silu_backward.grad_input(output_grad * up, gate, grad_input=gate_grad)
+    return grad
+
+
+EAGER = Segments(
+    rms_norm=_rms_norm, rms_norm_backward=_rms_norm_backward, swiglu=_swiglu, swiglu_backward=_swiglu_backward
+)
+
+
+def _plain_rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = inputs.to(accumulation_dtype(inputs.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(inputs.dtype), scale
+
+
+def _plain_rms_norm_backward(
+    inputs: Tensor, scale: Tensor, output_grad: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    normed, grad = inputs.to(scale.dtype) * scale, output_grad.to(scale.dtype)
+    through = grad * weight
+    input_grad = scale * (through - normed * (through * normed).mean(-1, keepdim=True))
+    return input_grad.to(inputs.dtype), (grad * normed).sum(0)
+
+
+def _plain_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _plain_swiglu_backward(gate_up: Tensor, output_grad: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    gate_grad = output_grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([gate_grad, output_grad * gate * sigmoid], -1)
+
+
+@functools.cache
+def compiled(backend: str = "inductor") -> Segments:
+    """The segments as `torch.compile` makes them, at their first call: some seconds each, once per machine and shape.
+
+    Raises InputError where there is nothing to compile with.
+    """
+    if backend == "inductor":
+        _check_compiler()
+        from torch._inductor import config
+
+        config.compile_threads = 1  # a rank forks nothing, and the ranks of a node share its cores
+
+    def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+        fused = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+
+        def call(*arguments: Any) -> Any:
+            # Of a tensor inside a graph, the tracer would ask for the gradient.
+            return fused(*(each.detach() if isinstance(each, Tensor) else each for each in arguments))
+
+        return call
+
+    return Segments(
+        rms_norm=fuse(_plain_rms_norm),
+        rms_norm_backward=fuse(_plain_rms_norm_backward),
+        swiglu=fuse(_plain_swiglu),
+        swiglu_backward=fuse(_plain_swiglu_backward),
+    )
+
+
+def _check_compiler() -> None:
+    instead = "compile = false"
+    if torch.cuda.is_available():
+        if importlib.util.find_spec("triton") is None:
+            what = "torch.compile makes kernels for this GPU with Triton, which is not installed"
+            raise InputError(what, where="job.compile", instead=f"pip install triton, or {instead}")
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        what = f"torch.compile makes code for this processor with a C++ compiler, and there is no {compiler}"
+        raise InputError(what, where="job.compile", instead=f"install g++, name another in CXX, or {instead}")

@@ -1,0 +1,87 @@
+"""What lies between matrix products and messages, compiled: the same numbers as by hand, in whole steps too.
+
+A backend that traces and runs without generating code stands for inductor, whose compiler takes a minute on first use.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from single import masked_batch, solo_engine
+from tiny import tiny_model, tiny_plan
+from torch import Tensor
+
+from phalanx.errors import InputError
+from phalanx.plan.layout import Layout
+from phalanx.trainer import engine, segments
+from phalanx.trainer.segments import EAGER, compiled
+
+
+def traced() -> Any:
+    return compiled("aot_eager")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_segment_computes_the_same(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    inputs, weight, grad, gates = random(40, 24), random(24), random(40, 24), random(40, 48)
+    tolerance = 4 * torch.finfo(dtype).eps
+    _, scale = EAGER.rms_norm(inputs, weight, 1e-5)
+    for name, arguments in {
+        "rms_norm": (inputs, weight, 1e-5),
+        "rms_norm_backward": (inputs, scale, grad, weight),
+        "swiglu": (gates,),
+        "swiglu_backward": (gates, grad),
+    }.items():
+        results = [getattr(way, name)(*arguments) for way in (EAGER, traced())]
+        pairs = zip(*results, strict=True) if isinstance(results[0], tuple) else [results]
+        for ours, theirs in pairs:
+            assert ours.dtype == theirs.dtype, name
+            assert (ours - theirs).norm() <= tolerance * ours.norm(), name
+
+
+def losses(**changes: Any) -> tuple[list[float], list[float]]:
+    """Losses and norms of three steps, with recompute, so that segments run in backward too."""
+    plan = tiny_plan(Layout(micro_batch=2, recompute="selective"), tiny_model(num_layers=2), **changes)
+    made, found, norms = solo_engine(plan), [], []
+    for step in range(3):
+        loss = made.forward_backward(made.micro_batches(*masked_batch(plan, step), step))
+        made.synchronize()
+        total, norm, _ = made.totals(loss)
+        made.update(1e-2, 1.0)
+        found.append(total)
+        norms.append(norm)
+    return found, norms
+
+
+def test_a_run_with_compiled_segments_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted() -> Any:
+        calls.append(1)
+        return traced()
+
+    monkeypatch.setattr(engine, "compiled", counted)
+    (plain, plain_norms), (ours, norms) = losses(), losses(compile=True)
+    assert len(calls) == 1
+    assert ours == pytest.approx(plain, rel=1e-10)
+    assert norms == pytest.approx(plain_norms, rel=1e-10)
+    assert not math.isclose(plain[0], plain[-1], rel_tol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU no C++ compiler is asked for")
+def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CXX", "c++-of-nobody")
+    segments.compiled.cache_clear()
+    with pytest.raises(InputError, match="there is no c\\+\\+-of-nobody") as caught:
+        losses(compile=True)
+    assert "compile = false" in str(caught.value)
