@@ -334,7 +334,7 @@ def stage_buffers(model: ModelSpec, layout: Layout, coord: Coord, stage: Stage) 
 
 def rank_stages(model: ModelSpec, layout: Layout, coord: Coord, seq_len: int) -> tuple[Stage, ...]:
     """The stages that the rank at `coord` holds, in order of its chunks (virtual stages)."""
-    stages = split(model, seq_len, layout.num_stages, layout.stage_layers)
+    stages = split(model, seq_len, layout.num_stages, layout.stage_layers, layout.tensor)
     places = placement(layout.schedule, layout.pipeline, layout.virtual_stages)
     mine = [
         (chunk, stage) for (pipeline, chunk), stage in zip(places, stages, strict=True) if pipeline == coord.pipeline
