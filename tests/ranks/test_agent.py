@@ -22,6 +22,7 @@ from phalanx.launch.local import Result, start
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
+from phalanx.spec.job import CheckpointSpec
 from phalanx.trainer.agent import STOP_SIGNALS, Agent
 from phalanx.watch.events import RingWriter, ring_directory, ring_path
 
@@ -224,6 +225,17 @@ def test_second_interrupt_kills_ranks_that_do_not_listen(tmp_path: Path, launch:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
+    assert not any(map(alive, pids))
+
+
+def test_ranks_that_take_longer_than_the_grace_time_are_killed(tmp_path: Path, launch: Launch):
+    run_dir = prepared(tmp_path)
+    tiny_plan(Layout(data=3), checkpoint=CheckpointSpec(grace_s=1.0)).write(run_dir.plan)
+    process = launch(run_dir, "sleep")
+    pids = ranks_up(run_dir, 3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
     assert not any(map(alive, pids))
 
 

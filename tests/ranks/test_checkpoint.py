@@ -236,6 +236,11 @@ def harm(path: Path, how: str) -> None:
         weights.write_bytes(content)
     elif how == "of another step":
         shutil.copy(path.with_name("step-000002") / weights.name, weights)
+    elif how == "header":
+        content[20] ^= 4
+        weights.write_bytes(content)
+    elif how == "manifest of another":
+        shutil.copy(path.with_name("step-000002") / "manifest.json", path / "manifest.json")
     elif how == "plan":
         (path / "plan.json").write_text((path / "plan.json").read_text().replace("1e-", "2e-"))
 
@@ -246,6 +251,8 @@ DAMAGE = {
     "empty": "has 0 bytes of",
     "flipped": "weight of model",
     "of another step": "checksum does not match",
+    "header": "(header): the checksum does not match",
+    "manifest of another": "manifest.json: is of step 2",
     "plan": "plan.json",
 }
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from simulated import engines, gather, pieces_of, scramble
@@ -17,6 +19,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Manifest, Stored
 from phalanx.checkpoint.match import check_tensors
 from phalanx.checkpoint.parts import publish, write_part
 from phalanx.checkpoint.reshard import _read_fully, read_pieces
+from phalanx.checkpoint.store import opened
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.plan.layout import Layout
 
@@ -139,6 +142,28 @@ def test_checksums_can_be_left_out(tmp_path):
     with pytest.raises(DamagedCheckpointError, match="checksum"):
         read_pieces(path, whole(path), every[0])
     read_pieces(path, whole(path), every[0], check=False)
+
+
+def test_a_changed_byte_anywhere_is_no_load(tmp_path):
+    """In the manifest, the plan, a header or a tensor."""
+    path, every = write(tmp_path, Layout(data=2, zero=1))
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def check(data):
+        file = data.draw(st.sampled_from(sorted(path.iterdir())))
+        content = file.read_bytes()
+        at = data.draw(st.integers(0, len(content) - 1))
+        changed = bytearray(content)
+        changed[at] ^= data.draw(st.integers(1, 255))
+        file.write_bytes(changed)
+        with pytest.raises(DamagedCheckpointError, match=file.name):
+            manifest, _ = opened(path)
+            for pieces in every:
+                read_pieces(path, manifest, pieces)
+        file.write_bytes(content)
+
+    check()
 
 
 def test_the_manifest_stands_last(tmp_path):

@@ -42,12 +42,17 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def whole(path: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there in full; their contents are not read.
 
-    Raises DamagedCheckpointError, which names all files that are missing or cut.
+    Raises DamagedCheckpointError, which names all files that are missing, cut, or of another checkpoint.
     """
     if not path.is_dir():
         raise DamagedCheckpointError("there is no such folder", where=str(path))
     manifest = Manifest.read(path / MANIFEST)
     wrong = check_files(path, manifest)
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        wrong.insert(
+            0, f"{path / MANIFEST}: is of step {manifest.step}, of another checkpoint than its folder's name says"
+        )
     if wrong:
         raise DamagedCheckpointError("; ".join(wrong))
     return manifest
