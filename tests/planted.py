@@ -87,6 +87,7 @@ def stale_zero_gather(patch: Patch) -> None:
 
     def too_early(self: Engine, rate: float, coefficient: float) -> None:
         self.data.gather_parameters()
+        self.data.wait_for_parameters()
         self.optimizer.step(rate, coefficient)
 
     patch(Engine, "update", too_early)

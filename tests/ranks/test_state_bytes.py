@@ -50,7 +50,9 @@ def measure(world: World, plan: Plan) -> tuple[StateBytes, int, int]:
     del tokens, labels
     slices, errors = engine.data.slices, engine.data.lossy.kept() if engine.data.lossy else ()
     parameters = storages([*(buffer.parameters for buffer in engine.buffers), *(part.parameters for part in slices)])
-    gradients = storages([*(buffer.gradients for buffer in engine.buffers), *(part.gradients for part in slices), *errors])
+    gradients = storages(
+        [*(buffer.gradients for buffer in engine.buffers), *(part.gradients for part in slices), *errors]
+    )
     optimizer = storages(tensor for state in engine.optimizer.state() for tensor in state.values())
     kept = {**parameters, **gradients, **optimizer}
     others = sum(size for address, size in alive().items() if address not in kept and address not in before)

@@ -44,8 +44,9 @@ class Layout:
     sequence over the tensor axis; `recompute`, in layers whose number `recompute_every` divides, or in the first
     `recompute_layers` of each stage; `bucket_bytes`: gradients are reduced over the data axis in messages of about this
     size; `reduce`: as what they travel (see `plan.reduction`), with `reduce_rank` for PowerSGD and `reduce_fraction`
-    for top-k; `tensor_overlap_chunks`: how many chunks of tokens a matrix product and the collective of the tensor axis
-    beside it are cut into, so that they alternate.
+    for top-k; `overlap`: whether messages of the data axis travel while blocks compute; `tensor_overlap_chunks`: how
+    many chunks of tokens a matrix product and the collective of the tensor axis beside it are cut into, so that they
+    alternate.
     """
 
     tensor: int = 1
@@ -66,6 +67,7 @@ class Layout:
     reduce: Reduce = "fp32"
     reduce_rank: int = 4
     reduce_fraction: float = 0.01
+    overlap: bool = True
     tensor_overlap_chunks: int = 1
 
     @property

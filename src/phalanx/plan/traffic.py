@@ -184,7 +184,7 @@ class _Traffic:
     def _data(self) -> Iterator[Message]:
         """Gradients: in buckets as backward completes them, or under ZeRO 2 block by block after every backward. They
         are summed among the ranks that share one whole, then each shard among those that hold it. New parameters: once
-        under ZeRO 1 and 2; `_gathers` has those of ZeRO 3."""
+        under ZeRO 1 and 2, block by block where that overlaps the next forward; `_gathers` has those of ZeRO 3."""
         layout = self.plan.layout
         zero, (shards, replicas) = (layout.zero if layout.num_shards > 1 else 0), data_groups(layout)
         buckets = self._buckets()
@@ -201,7 +201,7 @@ class _Traffic:
             if layout.num_shards < layout.data:
                 yield from self._gradients(replicas, "all_reduce", count, elements // layout.num_shards)
         if zero in (1, 2):
-            yield self._parameters(1, elements)
+            yield self._parameters(sum(map(len, buckets)) if layout.overlap else 1, elements)
 
     def _gradients(self, group: str, operation: Operation, count: int, elements: int) -> Iterator[Message]:
         """Whole gradients, in the dtype of the way; for fp16 the largest of each message is agreed on before."""
@@ -215,7 +215,7 @@ class _Traffic:
             )
 
     def _parts_of_gradients(self, buckets: Sequence[Sequence[Buffer]]) -> Iterator[Message]:
-        """PowerSGD: left factors with what is no matrix, then right factors. Top-k: values and places from each rank."""
+        """PowerSGD: left factors and what is no matrix, then right factors. Top-k: values and places."""
         layout = self.plan.layout
         operation: Operation = "all_gather" if layout.reduce == "top-k" else "all_reduce"
         for bucket in buckets:

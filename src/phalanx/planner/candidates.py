@@ -62,6 +62,7 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.tensor)
+    overlap: bool = True
 
     @property
     def num_stages(self) -> Array:

@@ -85,10 +85,10 @@ def tail(
     reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0) + across)
     gather_s = np.where((zero == 1) | (zero == 2), gather, 0.0)
     overlap = np.where(zero == 0, engine.data_overlap, engine.scatter_overlap)
-    window = overlap * last_backward_s * rounds
+    window = layouts.overlap * overlap * last_backward_s * rounds
     tax = compute.overlap_tax(cluster.device)
     exposed = np.maximum(tax * reduce_s, reduce_s - window)
-    exposed = exposed + np.maximum(tax * gather_s, gather_s - engine.gather_overlap * first_forward_s)
+    exposed = exposed + np.maximum(tax * gather_s, gather_s - layouts.overlap * engine.gather_overlap * first_forward_s)
     exposed = exposed + _tied_s(cluster, engine, footprint)
     optimizer = compute.optimizer_s(np.where(zero >= 1, held.shard, held.elements), engine, cluster.device)
     return Tail(data_s=reduce_s + gather_s, exposed_s=exposed, optimizer_s=optimizer)

@@ -78,6 +78,7 @@ class Continuation:
     def finish(self, step: int) -> None:
         """At the end of the run: save the last state, unless it is saved already, and wait until it is on the disk.
         Raises RunError if that failed: there is no later save to try again."""
+        self._engine.data.wait_for_parameters()  # other ranks may leave after this
         self._saver.wait()
         if step in (self._restored, self._saver.last_step):
             return

@@ -2,7 +2,8 @@
 keeps (Rajbhandari et al. 2020).
 
     ZeRO 0   gradients are all-reduced in buckets, once nothing more is added to them; every rank updates everything
-    ZeRO 1   they are reduce-scattered instead; a rank updates its shards, then parameters are all-gathered
+    ZeRO 1   they are reduce-scattered instead; a rank updates its shards, then parameters are all-gathered, each
+             block's while those before it run the next forward
     ZeRO 2   each block's gradients are reduce-scattered after every backward, added to a shard, and let go
     ZeRO 3   parameters too exist as shards only: a block's are gathered before it runs, the next block's meanwhile
 
@@ -96,7 +97,7 @@ class DataParallel:
         """`seed` is for what a reduction draws. `fill(buffer)` writes the initial parameters; one buffer at a time is
         whole if ZeRO 3 keeps shards only."""
         self.buffers, self.shards, self.replicas = tuple(buffers), shards, replicas
-        self.bucket_bytes = layout.bucket_bytes
+        self.bucket_bytes, self.overlap = layout.bucket_bytes, layout.overlap
         self.zero = layout.zero if shards.size > 1 else 0
         self._slices: dict[FlatBuffer, tuple[Slice, ...]] = {}
         for buffer in buffers:
@@ -193,6 +194,9 @@ class DataParallel:
         """Those under way go on to what follows their first message: under ZeRO 2 at most two blocks' gradients are
         whole, one on its way while the next one is computed."""
         started = _Reduction(bucket, self._reduce(bucket, last))
+        if not self.overlap:
+            started.finish()
+            return
         for reduction in self._reductions:
             if reduction.goes_on:
                 reduction.advance()
@@ -230,12 +234,11 @@ class DataParallel:
             buffer.allocate_gradients()
 
     def _hold(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Under ZeRO 3, make parameters whole until `_release`."""
-        if self.zero < 3:
-            return
+        """Wait until parameters are whole; under ZeRO 3, make them so until `_release`."""
         for buffer in buffers:
-            self._start_gather(buffer)
-            self._holders[buffer] += 1
+            if self.zero == 3:
+                self._start_gather(buffer)
+                self._holders[buffer] += 1
             if buffer in self._gathers:
                 self._gathers.pop(buffer).wait()
 
@@ -248,7 +251,7 @@ class DataParallel:
                 buffer.free_parameters()
 
     def _gather_ahead(self, buffers: Sequence[FlatBuffer]) -> None:
-        if self.zero == 3:
+        if self.zero == 3 and self.overlap:
             for buffer in buffers:
                 self._start_gather(buffer)
 
@@ -256,16 +259,27 @@ class DataParallel:
         if self._holders[buffer] or buffer in self._gathers:
             return
         buffer.allocate_parameters()
-        self._gathers[buffer] = self._gather([buffer], async_op=True)
+        self._gathers[buffer] = self._gather([buffer])
 
-    def _gather(self, buffers: Sequence[FlatBuffer], *, async_op: bool = False) -> Work:
+    def _gather(self, buffers: Sequence[FlatBuffer]) -> Work:
         parts = [part for buffer in buffers for part in self._slices[buffer]]
         whole = [part.buffer.parameters[part.part.start : part.part.stop] for part in parts]
         return self.shards.all_gather(
-            [part.parameters for part in parts], out=whole, purpose="parameters", async_op=async_op
+            [part.parameters for part in parts], out=whole, purpose="parameters", async_op=True
         )
 
     def gather_parameters(self) -> None:
-        """After the update, under ZeRO 1 and 2: every rank gets the parameters that the others updated."""
-        if self.zero in (1, 2) and self.buffers:
-            self._gather(self.buffers)
+        """After the update, under ZeRO 1 and 2: every rank gets the parameters that the others updated, each block's
+        before it runs next. Whoever reads them otherwise calls `wait_for_parameters` first."""
+        if self.zero not in (1, 2) or not self.buffers:
+            return
+        if self.overlap:
+            self._gathers = {buffer: self._gather([buffer]) for buffer in self.buffers}
+        else:
+            self._gather(self.buffers).wait()
+
+    def wait_for_parameters(self) -> None:
+        """Under ZeRO 1 and 2, all parameters are whole from here until the next update."""
+        for work in self._gathers.values():
+            work.wait()
+        self._gathers.clear()

@@ -185,6 +185,7 @@ class Engine:
 
     def update(self, rate: float, coefficient: float) -> None:
         """New weights from the gradients, on all ranks that hold them."""
+        self.data.wait_for_parameters()
         self.optimizer.step(rate, coefficient)
         self.data.gather_parameters()
 

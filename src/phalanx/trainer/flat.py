@@ -60,8 +60,14 @@ class FlatBuffer:
         _allocate(self.parameters)
 
     def free_parameters(self) -> None:
-        """Let the memory of the parameters go; a block that runs now fails."""
+        """Let the memory of the parameters go; a block that runs now is refused by `check_parameters`."""
         self.parameters.untyped_storage().resize_(0)
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if the parameters are freed: reading them would end the process without a word."""
+        if not self.parameters.untyped_storage().size() and self.layout.num_elements:
+            what = f"{self.layout.name} runs while its parameters are freed"
+            raise RuntimeError(f"{what}: under ZeRO 3 they exist between before_forward and after_forward only")
 
     def allocate_gradients(self) -> None:
         """Make the gradients usable, zeroed; nothing happens if they are."""

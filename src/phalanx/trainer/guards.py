@@ -118,6 +118,7 @@ def _copies(engine: Engine) -> Iterator[tuple[Comm, Pieces]]:
 
 
 def _whole(engine: Engine) -> Pieces:
+    engine.data.wait_for_parameters()
     for buffer in engine.buffers:
         for piece in buffer.layout.pieces:
             yield piece.parameter.name, buffer.parameters[piece.offset : piece.offset + piece.rectangle.num_elements]

@@ -95,6 +95,7 @@ class Embedding:
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Look up the tokens of `batch`."""
         assert inputs is None, "the embedding stands first"
+        self.buffer.check_parameters()
         anchor = torch.zeros((), device=batch.tokens.device, requires_grad=True)
         output = self.parallel.embed(batch.tokens.flatten(), self.tokens, self.first_row, anchor)
         if self.positions is not None:
@@ -159,6 +160,7 @@ class Layer:
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Forward of one block."""
         assert inputs is not None
+        self.buffer.check_parameters()
         normed = self.norm1(inputs)
         again = self._again(self.norm1, inputs)
         qkv = self.parallel.column(normed, self.qkv, self.qkv_bias, "attention", again)
@@ -232,6 +234,8 @@ class Head:
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Loss of `batch`."""
         assert inputs is not None
+        for buffer in self.reads:
+            buffer.check_parameters()
         if batch.validates:
             labels = batch.labels.flatten()
             return cross_entropy(self.norm(inputs), self.weight.value, labels, self.vocabulary, self.parallel)

@@ -107,6 +107,7 @@ def _weights(engine: Engine) -> Held:
             for piece, box, stretch in part.rectangles():
                 yield piece.parameter, box, part.parameters[stretch]
         return
+    engine.data.wait_for_parameters()
     for buffer in engine.buffers:
         for piece in buffer.layout.pieces:
             for first, box in piece.rectangles(0, buffer.layout.num_elements):
