@@ -21,14 +21,15 @@ Messages = dict[tuple[str, str, str], list[int]]
 
 
 class Zeros:
-    """A source of batches of zeros."""
+    """A source of batches of zeros; where documents stand alone, each token is one."""
 
     def __init__(self, plan: Plan) -> None:
         self.job = plan.job
 
     def batch(self, step: int, positions: list[int]) -> Batch:
         zeros = np.zeros((len(positions), self.job.seq_len), dtype=np.int64)
-        return Batch(tokens=zeros, labels=zeros, num_supervised=self.job.tokens_per_step)
+        positions = zeros if self.job.data.documents == "separate" else None
+        return Batch(tokens=zeros, labels=zeros, num_supervised=self.job.tokens_per_step, positions=positions)
 
 
 def counted(engine: Engine, world: World) -> Messages:
