@@ -134,7 +134,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["llama tied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama tied", "qwen2", "qwen3"])
 def test_every_layout_reads_its_slices(name, layout, tmp_path):
     model = save(name, tmp_path / "theirs")
     weights = open_weights(tmp_path / "theirs")

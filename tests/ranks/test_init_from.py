@@ -37,7 +37,7 @@ def plan_from(folder: Path, layout: Layout, **job) -> Plan:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_one_step_equals_one_of_transformers(name, tmp_path):
     optimizer = OptimizerSpec(lr=1e-3, clip_norm=0.0, schedule="constant", weight_decay=0.1)
     reference = family(name)

@@ -50,9 +50,7 @@ def whole(path: Path) -> Manifest:
     wrong = check_files(path, manifest)
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
-        wrong.insert(
-            0, f"{path / MANIFEST}: is of step {manifest.step}, of another checkpoint than its folder's name says"
-        )
+        wrong.insert(0, f"{path / MANIFEST}: is of step {manifest.step}, so of another checkpoint")
     if wrong:
         raise DamagedCheckpointError("; ".join(wrong))
     return manifest
