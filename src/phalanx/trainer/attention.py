@@ -67,7 +67,7 @@ class Attention:
             first = (place - batch.documents.positions).unsqueeze(1)  # where the document of each token begins
             hidden = hidden | (place < first.unsqueeze(3))
         weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
-        head = torch.tensor(self.heads, device=q.device)
+        head = torch.arange(self.heads.start, self.heads.stop, device=q.device)
         key = dropout.site_key(batch.seed, batch.step, layer, "attention")
         sequences = batch.sequences.view(-1, 1, 1, 1)
         keep = dropout.keep_mask(key, self.dropout, sequences, head.view(-1, 1, 1), place.unsqueeze(1), place)

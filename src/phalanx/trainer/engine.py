@@ -22,7 +22,7 @@ from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
 from phalanx.trainer.loss import Objective
-from phalanx.trainer.micro_batch import Documents, MicroBatch
+from phalanx.trainer.micro_batch import Documents, MicroBatch, on_device
 from phalanx.trainer.model import build
 from phalanx.trainer.optim import AdamW, squared_norm
 from phalanx.trainer.pipeline_parallel import Pipeline
@@ -95,7 +95,8 @@ class Engine:
 
     def read(self, batch: Batch, step: int, *, validates: bool = False) -> list[MicroBatch]:
         """The micro-batches of `batch`, which holds this rank's sequences. `validates`: for `validate`."""
-        tokens, labels = (torch.from_numpy(array).to(self.device) for array in (batch.tokens, batch.labels))
+        arrays = batch.tokens, batch.labels
+        tokens, labels = (on_device(torch.from_numpy(array), self.device) for array in arrays)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
         batches = self.micro_batches(tokens, labels, batch.num_supervised, step, positions)
         return [replace(each, validates=True) for each in batches] if validates else batches
@@ -105,7 +106,7 @@ class Engine:
     ) -> list[MicroBatch]:
         """Cut this rank's sequences [sequences, seq_len] into micro-batches. `num_supervised`: of the global batch;
         `positions`, on the CPU, where documents stand alone."""
-        sequences = torch.tensor(self.positions, device=self.device)
+        sequences = torch.arange(self.positions.start, self.positions.stop, device=self.device)
         size = self.plan.layout.micro_batch
         documents: list[Documents | None] = [None] * -(-len(tokens) // size)
         if positions is not None:

@@ -10,6 +10,11 @@ from torch import Tensor
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """What lies on the CPU, on `device`: there a copy that is on its way, for which this process does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
     """The documents of a micro-batch, where each stands alone. `positions` [sequences, positions] int64: how far each
@@ -23,7 +28,7 @@ class Documents:
         """From `positions` on the CPU, so that no device is waited for: wherever one is 0, a document begins."""
         begins = (positions.flatten() == 0).nonzero().flatten().tolist()
         lengths = (end - begin for begin, end in zip(begins, [*begins[1:], positions.numel()], strict=True))
-        return cls(positions=positions.to(device), lengths=tuple(lengths))
+        return cls(positions=on_device(positions, device), lengths=tuple(lengths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,14 +82,14 @@ class AdamW:
             return
         masters = [self.masters[i] for i in members]
         # The fused kernel divides by grad_scale as it reads, which saves a pass over all gradients.
-        scale = masters[0].new_tensor(1.0 / coefficient, dtype=torch.float32) if coefficient != 1.0 else None
+        scale = masters[0].new_full((), 1.0 / coefficient, dtype=torch.float32) if coefficient != 1.0 else None
         adamw(
             masters,
             [self.slices[i].gradients for i in members],
             [self.moments[i][0] for i in members],
             [self.moments[i][1] for i in members],
             [],
-            [master.new_tensor(self.num_steps, dtype=torch.float32) for master in masters],
+            [master.new_full((), self.num_steps, dtype=torch.float32) for master in masters],
             fused=True,
             grad_scale=scale,
             amsgrad=False,
