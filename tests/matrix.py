@@ -107,13 +107,13 @@ UNUSUAL = {
         tiny_model(),
         Layout(data=4, pipeline=2, zero=3, zero_group=2, virtual_stages=2, schedule="interleaved-1f1b"),
     ),
+    "powersgd of full rank": (tiny_model("gpt2"), Layout(data=2, zero=1, reduce="powersgd", reduce_rank=64)),
+    "top-k of everything": (tiny_model(tied=True), Layout(data=4, reduce="top-k", reduce_fraction=1.0)),
     "recompute": (tiny_model(), Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="full")),
     "selective recompute": (tiny_model(), Layout(tensor=2, pipeline=2, data=2, recompute="selective")),
     "selective recompute, sequence": (
         tiny_model("gpt2"),
         Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="selective", schedule="zb-h1"),
-    "powersgd of full rank": (tiny_model("gpt2"), Layout(data=2, zero=1, reduce="powersgd", reduce_rank=64)),
-    "top-k of everything": (tiny_model(tied=True), Layout(data=4, reduce="top-k", reduce_fraction=1.0)),
     ),
     "recompute every other layer": (
         tiny_model(num_layers=5),
