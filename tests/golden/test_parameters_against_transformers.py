@@ -94,7 +94,7 @@ def test_gpt2(tmp_path_factory, num_heads, num_layers, n_inner, tied, vocab):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gpt2-xl", "llama-2-70b", "llama-3.1-8b", "qwen2.5-0.5b", "mistral-7b", "tiny"]
+    "name", ["gpt2", "gpt2-xl", "llama-2-70b", "llama-3.1-8b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "tiny"]
 )
 def test_the_configuration_that_we_write_builds_the_same_model(tmp_path, name):
     model = models.named(name)

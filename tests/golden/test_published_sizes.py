@@ -27,6 +27,8 @@ WEIGHTS = {
     "qwen2.5-0.5b": 494_032_768,  # huggingface.co/Qwen
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_248_023_552,  # huggingface.co/mistralai/Mistral-7B-v0.3
 }
 
