@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 from phalanx.cli.inputs import add_run, ranked, writing
 from phalanx.cli.table import entries, wrapped
 from phalanx.errors import InputError
+from phalanx.units import format_seconds
 
 if TYPE_CHECKING:
     from phalanx.planner.search import Search
+    from phalanx.spec.load import RunSpec
+
+MANY_DEVICES = 1024
+"""From here on a search may take more than a second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.top < 1:
         raise InputError(f"{arguments.top} layouts", where="--top", instead="1 or more")
-    found = ranked(load(arguments.run, arguments.overrides), top=arguments.top, engine=arguments.engine)
+    wanted = load(arguments.run, arguments.overrides)
+    if wanted.cluster.num_devices >= MANY_DEVICES:
+        _first_answer(wanted, arguments.engine)
+    found = ranked(wanted, top=arguments.top, engine=arguments.engine)
     if arguments.json:
         sys.stdout.write(json.dumps(as_json(found), indent=1) + "\n")
     elif arguments.explain:
@@ -52,6 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
         with writing(arguments.output, "--output"):
             found.plans[0].write(arguments.output)
     return 0
+
+
+def _first_answer(wanted: RunSpec, engine: str) -> None:
+    """What is known within a second, on standard error, before a search that takes several."""
+    from phalanx.planner.advice import step_s
+    from phalanx.planner.search import glance
+
+    plan = glance(wanted.model, wanted.job, wanted.cluster, wanted.layout, engine_name=engine)
+    if plan is not None:
+        words = f"first answer, of plain 1F1B alone: {plan.layout}, {format_seconds(step_s(plan))} a step"
+        sys.stderr.write(f"{words}; now every schedule …\n")
 
 
 def _show(found: Search) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from phalanx.plan.layout import Layout, Recompute, Reduce
 from phalanx.plan.schedule import SCHEDULES
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
 
@@ -26,11 +27,16 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """What may be chosen: the values of each discrete option that an engine can run. Axis sizes, micro-batches and
-    virtual stages follow from the devices, the batch and the layers."""
+    virtual stages follow from the devices, the batch and the layers.
+
+    `recompute_every` is for full recompute; `zero_in_node`: whether ZeRO 3 may also cut within a node alone.
+    """
 
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
     zero: tuple[int, ...] = (0, 1)
     recompute: tuple[Recompute, ...] = ("none",)
+    recompute_every: tuple[int, ...] = (1,)
+    zero_in_node: bool = False
     sequence_parallel: tuple[bool, ...] = (False, True)
     max_context: int = 1
 
@@ -49,20 +55,20 @@ class Candidates:
     zero: Array
     sequence_parallel: Array
     recompute: Array
+    zero_group: Array
+    recompute_every: Array
     schedules: tuple[str, ...]
-    zero_group: int = 0
     bucket_bytes: int = Layout().bucket_bytes
     reduce: Reduce = "fp32"
     reduce_rank: int = 4
     reduce_fraction: float = 0.01
+    overlap: bool = True
     tensor_overlap_chunks: int = 1
-    recompute_every: int = 1
     recompute_layers: tuple[int, ...] | None = None
     stage_layers: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tensor)
-    overlap: bool = True
 
     @property
     def num_stages(self) -> Array:
@@ -72,7 +78,12 @@ class Candidates:
     @property
     def num_shards(self) -> Array:
         """Neighbouring data ranks that each own a part of what ZeRO cuts; 1 without ZeRO."""
-        return np.where(self.zero >= 1, self.zero_group or self.data, 1)
+        return np.where(self.zero >= 1, self.shard_group, 1)
+
+    @property
+    def shard_group(self) -> Array:
+        """Neighbouring data ranks within which ZeRO would cut."""
+        return np.where(self.zero_group > 0, self.zero_group, self.data)
 
     def num_micro_batches(self, global_batch: int) -> Array:
         """Micro-batches that each data coordinate runs per step."""
@@ -96,12 +107,14 @@ class Candidates:
             zero=int(self.zero[i]),
             sequence_parallel=bool(self.sequence_parallel[i]),
             recompute=RECOMPUTES[self.recompute[i]],
+            zero_group=int(self.zero_group[i]),
+            recompute_every=int(self.recompute_every[i]),
             **_shared(self),
         )
 
 
-ARRAYS = tuple(field.name for field in fields(Candidates))[:10]
-SHARED = tuple(field.name for field in fields(Candidates))[11:]
+ARRAYS = tuple(field.name for field in fields(Candidates))[:12]
+SHARED = tuple(field.name for field in fields(Candidates))[13:]
 
 
 def _shared(layouts: Candidates | Layout) -> dict[str, Any]:
@@ -114,8 +127,8 @@ def of(layouts: Sequence[Layout]) -> Candidates:
     schedules = tuple(dict.fromkeys(layout.schedule for layout in layouts))
     columns: dict[str, Any] = {name: np.array([getattr(layout, name) for layout in layouts]) for name in ARRAYS[:6]}
     columns["schedule"] = np.array([schedules.index(layout.schedule) for layout in layouts])
-    columns["zero"] = np.array([layout.zero for layout in layouts])
-    columns["sequence_parallel"] = np.array([layout.sequence_parallel for layout in layouts])
+    for name in ("zero", "sequence_parallel", *ARRAYS[10:]):
+        columns[name] = np.array([getattr(layout, name) for layout in layouts])
     columns["recompute"] = np.array([RECOMPUTES.index(layout.recompute) for layout in layouts])
     return Candidates(**columns, schedules=schedules, **_shared(layouts[0]))
 
@@ -137,19 +150,19 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def enumerate_all(
-    model: ModelSpec, job: JobSpec, num_devices: int, space: Space, given: Mapping[str, Any]
+    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, space: Space, given: Mapping[str, Any]
 ) -> Candidates:
-    """Every way to use all devices: legal or not, but no two that mean the same.
+    """Every way to use all devices of `cluster`: legal or not, but no two that mean the same.
 
     Left out are only twins: ZeRO on one data rank, sequence parallelism on one tensor rank, the order of micro-batches
     where there is one stage. Keys in `given` keep their value.
     """
     names = tuple(dict.fromkeys(["1f1b", *space.schedules, str(given.get("schedule", "1f1b"))]))
     blocks = [np.empty((0, len(ARRAYS)), dtype=np.int64)]
-    for sizes in _sizes(model, num_devices, space, given):
+    for sizes in _sizes(model, cluster.num_devices, space, given):
         orders = np.array([(v, names.index(name)) for name, v in _orders(model, sizes[2], space, given)])
         micro_batches = np.array(_given(given, "micro_batch", divisors(max(1, job.global_batch // sizes[3]))))
-        options = np.array(list(itertools.product(*_options(sizes, space, given))))
+        options = np.array(_options(sizes, cluster.devices_per_node, space, given))
         order, micro_batch, option = (
             grid.reshape(-1)
             for grid in np.meshgrid(*(np.arange(len(part)) for part in (orders, micro_batches, options)), indexing="ij")
@@ -196,14 +209,32 @@ def _chunks(model: ModelSpec, name: str, pipeline: int) -> range:
     return range(fewest, min(most, max(1, model.num_layers // pipeline)) + 1)
 
 
-def _options(sizes: tuple[int, int, int, int], space: Space, given: Mapping[str, Any]) -> tuple[list[int], ...]:
-    """Values of ZeRO, sequence parallelism and recompute."""
+def _options(
+    sizes: tuple[int, int, int, int], per_node: int, space: Space, given: Mapping[str, Any]
+) -> list[tuple[int, ...]]:
+    """Values of ZeRO, sequence parallelism, recompute, the group that ZeRO cuts within, and which layers recompute."""
     tensor, context, _, data = sizes
-    return (
-        _given(given, "zero", space.zero if data * context > 1 else (0,)),
-        _given(given, "sequence_parallel", space.sequence_parallel if tensor > 1 else (False,)),
-        [RECOMPUTES.index(kind) for kind in _given(given, "recompute", space.recompute)],
-    )
+    within = per_node // (tensor * context)
+    groups = (0, within) if space.zero_in_node and 1 < within < data and data % within == 0 else (0,)
+    cuts = [
+        (zero, group)
+        for zero in _given(given, "zero", space.zero if data * context > 1 else (0,))
+        for group in _given(given, "zero_group", groups if zero == 3 else (0,))
+    ]
+    repeats = [
+        (RECOMPUTES.index(kind), every)
+        for kind in _given(given, "recompute", space.recompute)
+        for every in _given(given, "recompute_every", _every(kind, space, given))
+    ]
+    flags = _given(given, "sequence_parallel", space.sequence_parallel if tensor > 1 else (False,))
+    return [
+        (zero, flag, kind, group, every)
+        for (zero, group), flag, (kind, every) in itertools.product(cuts, flags, repeats)
+    ]
+
+
+def _every(kind: str, space: Space, given: Mapping[str, Any]) -> tuple[int, ...]:
+    return space.recompute_every if kind == "full" and given.get("recompute_layers") is None else (1,)
 
 
 def _given(given: Mapping[str, Any], key: str, values: Iterable[Any]) -> list[Any]:

@@ -88,7 +88,7 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
     forward, backward = price.layer(layer, places["context"], layouts.recompute)
     plain = backward
-    if layouts.recompute_every > 1 or layouts.recompute_layers is not None:  # else no layer is left out
+    if np.any(layouts.recompute_every > 1) or layouts.recompute_layers is not None:  # else no layer is left out
         plain = price.layer(layer, places["context"], np.full_like(layouts.recompute, memory.NONE))[1]
     embedding = operations.embedding(model, cut)
     head = operations.head(model, cut, engine.kernels)

@@ -128,6 +128,8 @@ def _runnable() -> Space:
         ),
         zero=tuple(stage for stage in range(4) if runs(zero=stage)),
         recompute=tuple(kind for kind in RECOMPUTES if runs(recompute=kind)),
+        recompute_every=tuple(every for every in (1, 2) if runs(recompute="full", recompute_every=every)),
+        zero_in_node=runs(data=4, zero=3, zero_group=2),
         max_context=2**20 if runs(context=2) else 1,
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from phalanx.plan.groups import kv_copies
 from phalanx.plan.plan import Plan
 from phalanx.plan.stages import recomputed_layers, split
 from phalanx.plan.walk import Walk
@@ -98,8 +100,7 @@ def stage_layers(model: ModelSpec, seq_len: int, engine: Engine, layouts: Candid
     over goes to the first stages), with embedding and head counted as a layer each, or by thresholds."""
     stages, tensor = int(layouts.num_stages[0]), int(layouts.tensor[0])
     if layouts.stage_layers is not None or engine.balance == "cost":
-        found = split(model, seq_len, stages, layouts.stage_layers, tensor=tensor)
-        return np.array([len(stage.layers) for stage in found])
+        return np.array(_by_cost(model, seq_len, stages, layouts.stage_layers, kv_copies(model, tensor)))
     if engine.balance == "thresholds":
         return _thresholds(model, stages)
     extra = 2 if engine.balance == "blocks" and stages > 1 else 0
@@ -111,8 +112,18 @@ def stage_layers(model: ModelSpec, seq_len: int, engine: Engine, layouts: Candid
     return counts
 
 
+@functools.lru_cache(maxsize=1024)
+def _by_cost(
+    model: ModelSpec, seq_len: int, stages: int, given: tuple[int, ...] | None, copies: int
+) -> tuple[int, ...]:
+    found = split(model, seq_len, stages, given, tensor=copies * model.num_kv_heads)
+    return tuple(len(stage.layers) for stage in found)
+
+
 def repeated_layers(model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array) -> Array:
     """How many layers of each stage are recomputed under those layouts that recompute any, [stages]."""
+    if layouts.recompute_layers is None and not (layouts.recompute_every > 1).any():
+        return per_stage
     some = replace(layouts.layout(0), recompute="full")
     stages = split(model, seq_len, len(per_stage), per_stage.tolist())
     return np.array([len(recomputed_layers(some, stage)) for stage in stages])
@@ -151,6 +162,7 @@ def footprints(
     # Copied kv heads make layers dearer, so the balance of stages may differ.
     copies = np.maximum(1, layouts.tensor // model.num_kv_heads)
     keys = keys * (int(copies.max()) + 1) + copies
+    keys = keys * (int(layouts.recompute_every.max()) + 1) + layouts.recompute_every
     order = np.argsort(keys, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
         yield _footprint(model, job, engine, layouts.take(rows), priced.take(rows), rows)

@@ -49,7 +49,13 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
 def cannot_run(layouts: Candidates) -> Array:
     """Which layouts the trainer cannot run, by the door that knows: asked once for each combination of options."""
     first, inverse = distinct(
-        layouts.context > 1, layouts.zero, layouts.recompute, layouts.schedule, layouts.virtual_stages > 1
+        layouts.context > 1,
+        layouts.zero,
+        layouts.recompute,
+        layouts.schedule,
+        layouts.virtual_stages > 1,
+        layouts.zero_group > 0,
+        layouts.recompute_every > 1,
     )
     refused = np.array([bool(engine_problems(layouts.layout(int(i)))) for i in first], dtype=bool)
     return refused[inverse]
@@ -57,9 +63,8 @@ def cannot_run(layouts: Candidates) -> Array:
 
 def _wrong_group(layouts: Candidates) -> Array:
     size = layouts.zero_group
-    if not size:
-        return np.zeros(len(layouts), dtype=bool)
-    return np.asarray((layouts.zero == 0) | (size == 1) | (layouts.data % size > 0))
+    wrong = (layouts.zero == 0) | (size == 1) | (layouts.data % np.maximum(size, 1) > 0)
+    return np.asarray((size > 0) & wrong)
 
 
 def _wrong_recompute(layouts: Candidates) -> Array:

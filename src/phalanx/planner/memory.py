@@ -148,9 +148,7 @@ def least(model: ModelSpec, engine: Engine, precision: str, layouts: Candidates)
     count, states = elements(model, layouts), engine.states_for(precision)
     total = model.num_layers * count.layer + count.embedding + count.head
     mean = total / layouts.pipeline
-    shard = mean / (
-        (layouts.zero_group or layouts.data) * layouts.context
-    )  # experts, cut over their copies only, need more
+    shard = mean / (layouts.shard_group * layouts.context)  # experts, cut over their copies only, need more
     return np.asarray(
         np.where(layouts.zero >= 3, shard, mean) * states.parameter
         + np.where(layouts.zero >= 2, shard, mean) * states.gradient
@@ -181,7 +179,7 @@ def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tu
     parts = layers.sum(0) * _column(count.layer) + first * _column(count.embedding) + last * _column(count.head)
     experts = layers.sum(0) * _column(count.experts)
     copies = layouts.data // np.gcd(max(1, model.num_experts), layouts.data) if model.num_experts else layouts.data
-    group = layouts.zero_group or layouts.data
+    group = layouts.shard_group
     sharing = group * layouts.context, np.minimum(copies, group) * layouts.context
     shard = (parts - experts) / _column(sharing[0]) + experts / _column(sharing[1])
     return Held(elements=np.asarray(parts), experts=np.asarray(experts), shard=np.asarray(shard))

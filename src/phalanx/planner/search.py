@@ -107,6 +107,21 @@ def search(
     )
 
 
+def glance(
+    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any], *, engine_name: str = OURS
+) -> Plan | None:
+    """A first answer, before `search` has looked at thousands of devices: the best layout under plain 1F1B, None where
+    no such layout is legal and fits."""
+    if model.num_experts and engine_name == OURS:
+        return None  # search says why
+    runner = engine(engine_name)
+    plain = replace(runner.space, schedules=("1f1b",), recompute_every=(1,), zero_in_node=False)
+    task = Task(model=model, job=job, cluster=cluster, runner=replace(runner, space=plain), given=dict(given))
+    _, layouts, _ = _legal(task)
+    priced = _Priced(task, layouts) if len(layouts) else None
+    return priced.plan(priced.best(1)[0][0][0]) if priced and priced.fits.any() else None
+
+
 def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout, *, engine_name: str = OURS) -> Plan:
     """The Plan of one layout as `search` would price it, fitting or not. Raises LayoutError if it is illegal."""
     found = problems(model, job, cluster, layout)
@@ -240,7 +255,7 @@ def _axes_given(task: Task) -> bool:
 
 def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:
     """All candidates, the legal ones, and the rest by the first rule that each breaks."""
-    everything = enumerate_all(task.model, task.job, task.cluster.num_devices, task.runner.space, task.given)
+    everything = enumerate_all(task.model, task.job, task.cluster, task.runner.space, task.given)
     rules = legal.illegal(task.model, task.job, task.cluster, everything)
     if task.runner.name == OURS:
         rules["what the trainer cannot run"] = legal.cannot_run(everything)

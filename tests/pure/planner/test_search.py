@@ -17,7 +17,7 @@ from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.engine import profiles
 from phalanx.planner.explain import explain, priced
 from phalanx.planner.page import page
-from phalanx.planner.search import predict, search
+from phalanx.planner.search import glance, predict, search
 from phalanx.planner.summary import as_json, summary
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
@@ -31,11 +31,17 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
     axis = [size for size in range(1, cluster.num_devices + 1) if cluster.num_devices % size == 0]
     sizes = [s for s in itertools.product(axis, repeat=3) if math.prod(s) == cluster.num_devices]
     micro_batches = [b for b in range(1, job.global_batch + 1) if job.global_batch % b == 0]
-    flags = itertools.product((0, 1, 2, 3), (False, True), ("none", "selective", "full"))
+    cuts = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 2))
+    repeats = (("none", 1), ("selective", 1), ("full", 1), ("full", 2))
+    flags = itertools.product(cuts, (False, True), repeats)
     plans = []
-    for (tensor, pipeline, data), micro_batch, name, chunks, (zero, cut, recompute) in itertools.product(
-        sizes, micro_batches, SCHEDULES, range(1, model.num_layers + 1), flags
-    ):
+    for (tensor, pipeline, data), micro_batch, name, chunks, (
+        (zero, group),
+        cut,
+        (recompute, every),
+    ) in itertools.product(sizes, micro_batches, SCHEDULES, range(1, model.num_layers + 1), flags):
+        if group and group != cluster.devices_per_node // tensor:
+            continue  # ZeRO within a node alone
         layout = Layout(
             tensor=tensor,
             pipeline=pipeline,
@@ -44,12 +50,14 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
             schedule=name,
             virtual_stages=chunks,
             zero=zero,
+            zero_group=group,
             sequence_parallel=cut,
             recompute=recompute,
+            recompute_every=every,
         )
         if problems(model, job, cluster, layout) or engine_problems(layout):
             continue
-        if (pipeline == 1 and name != "1f1b") or (tensor == 1 and cut) or (data == 1 and zero):
+        if (pipeline == 1 and name != "1f1b") or (tensor == 1 and cut) or (data == 1 and zero) or group == data:
             continue  # twins of another layout
         plan = predict(model, job, cluster, layout)
         assert plan.prediction is not None
@@ -62,7 +70,7 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
 def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int) -> None:
     job = replace(JOB, global_batch=4)
     model = replace(model, num_layers=5)
-    cluster = replace(CLUSTER, num_nodes=1, devices_per_node=4, device=replace(DEVICE, memory_bytes=memory_bytes))
+    cluster = replace(CLUSTER, num_nodes=2, devices_per_node=2, device=replace(DEVICE, memory_bytes=memory_bytes))
     found = search(model, job, cluster, top=5)
     tried = brute_force(model, job, cluster)
     assert found.num_fitting == len(tried)
@@ -73,6 +81,15 @@ def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int) -> None:
 def step_s(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_s
+
+
+def test_a_glance_finds_the_best_of_plain_1f1b() -> None:
+    glanced = glance(GPT, JOB, SMALL, {})
+    assert glanced is not None and glanced.prediction is not None
+    plain = search(GPT, JOB, SMALL, {"schedule": "1f1b", "zero_group": 0}).plans
+    best = min(step_s(plan) for plan in plain if plan.layout.recompute_every == 1)
+    assert step_s(glanced) == pytest.approx(best)
+    assert glance(GPT, JOB, replace(SMALL, device=replace(DEVICE, memory_bytes=2**20)), {}) is None
 
 
 def test_given_keys_are_kept() -> None:
