@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from phalanx.errors import CheckpointError, InputError, LayoutError, Problem
+from phalanx.errors import CheckpointError, DataError, InputError, LayoutError, Problem
 from phalanx.launch.environment import Launched
 from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
@@ -71,12 +71,19 @@ def plan_of(path: Path, overrides: Sequence[str], launched: Launched | None = No
 def with_data(plan: Plan, *, quiet: bool = False) -> Plan:
     """`plan` with its data built, on first use, under the name that workers read it by.
 
-    Raises DataError for data that is missing or damaged, that does not fit the model, or that is less than one batch.
+    Raises DataError for data that is missing or damaged, that does not fit the model, or that is less than one batch:
+    of several sets and the one to validate on, all that are missing at once.
     """
     from phalanx.data.build import ensure
 
+    missing: list[Problem] = []
+
     def there(data: DataSpec) -> str:
-        return str(ensure(data, plan.model.vocab, Path("data"), Console(stderr=True, quiet=quiet)).absolute())
+        try:
+            return str(ensure(data, plan.model.vocab, Path("data"), Console(stderr=True, quiet=quiet)).absolute())
+        except DataError as error:
+            missing.extend(error.problems)
+            return ""
 
     data = plan.job.data
     if data.sets:
@@ -85,6 +92,8 @@ def with_data(plan: Plan, *, quiet: bool = False) -> Plan:
         data = replace(data, path=there(data), text=None)
     if data.validation_path is not None:
         data = replace(data, validation_path=there(DataSpec(path=data.validation_path)))
+    if missing:
+        raise DataError(missing)
     plan = replace(plan, job=replace(plan.job, data=data))
     source_of(plan)
     return plan

@@ -70,9 +70,7 @@ class TokenFile:
             raise self._damaged(self.bin_path, f"has {bin_bytes:,} bytes, its .idx describes {expected:,}")
         self._tokens: Integers = (
             # As a plain array: a memmap makes each slice an object of its own, at several times the cost.
-            np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r"))
-            if bin_bytes
-            else np.empty(0, self.dtype)
+            np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r")) if bin_bytes else np.empty(0, self.dtype)
         )
 
     def _read_index(self) -> None:

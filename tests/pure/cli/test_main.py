@@ -95,6 +95,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("train run.toml --set cluster.name=dgx-h101", ["dgx-h101", "did you mean dgx-h100?"]),
         ("train run.toml --set data.path=other", ["other"]),
         ("train run.toml --set data.validation_path=other", ["other.idx", "no such file"]),
+        ("train run.toml --set data.path=one --set data.validation_path=two", ["one.idx", "two.idx"]),
         ("train run.toml --set data.validation_fraction=0.5", ["1 documents cannot be split at 0.5"]),
         ("train run.toml --set job.global_batch=64", ["samples", "one global batch"]),
         ("train run.toml --set data.text=*.txt", ["data.path", "data.text"]),
