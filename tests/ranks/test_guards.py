@@ -101,6 +101,17 @@ def test_one_bit_of_a_copy_is_found_and_named_on_all_ranks() -> None:
     assert len({tuple(said) for said in results}) == 1
 
 
+def test_stages_that_hold_no_copies_have_nothing_to_compare() -> None:
+    """The first stage is the embedding alone, all of it cut; the last one has a norm."""
+    layout = Layout(tensor=2, pipeline=2, stage_layers=(0, 1))
+    plan = tiny_plan(layout, tiny_model(num_layers=1))
+    assert run_worlds(layout, first_answer, plan, model=plan.model) == [""] * 4
+
+
+def first_answer(world: World, plan: Plan) -> str:
+    return answer(Engine(plan, world.coord, world.comm, world.device))
+
+
 def drifted_shard(world: World, plan: Plan) -> tuple[str, str]:
     """Under ZeRO 3 only shards lie on a rank: of norms, each data rank compares its own over the tensor axis."""
     engine = Engine(plan, world.coord, world.comm, world.device)

@@ -54,6 +54,15 @@ def module_problems(job: JobSpec, layout: Layout, num_blocks: int | None = None)
     if layout.recompute == "selective" or (layout.recompute == "full" and num_blocks is None):
         instead = 'recompute = "none"' if num_blocks is None else 'recompute = "full" or "none"'
         found.append(_problem("recompute", f'"{layout.recompute}" is not possible for this module', instead))
+    if layout.recompute_every > 1 or layout.recompute_layers is not None:
+        key = "recompute_every" if layout.recompute_every > 1 else "recompute_layers"
+        found.append(_problem(key, "of a module, all blocks are recomputed or none", f"leave {key} out"))
+    if job.compile:
+        what, instead = (
+            "of a module it is not known what torch.compile may fuse",
+            "compile = false, or compile its parts",
+        )
+        found.append(Problem(what=what, where="job.compile", instead=instead))
     return [*found, *_zero_group(layout), *_reduction(layout), *_batch(job, layout), *engine_problems(layout)]
 
 

@@ -134,8 +134,11 @@ def _held(engine: Engine, copies: Sequence[str], buffer: str = "") -> Pieces:
 
 def _differences(comm: Comm, pieces: Pieces) -> list[str]:
     """What is not the same on all members of a group, each with the ranks that differ from the first one."""
-    names, sums = zip(*((name, checksum(values)) for name, values in pieces), strict=True)
-    mine = torch.stack(sums).unsqueeze(0)
+    held = [(name, checksum(values)) for name, values in pieces]
+    if not held:  # as of a stage that is all cut: then no member has any
+        return []
+    names = [name for name, _ in held]
+    mine = torch.stack([total for _, total in held]).unsqueeze(0)
     every = mine.new_empty(comm.size, len(names))
     comm.all_gather(mine, out=every, purpose="check of copies")
     unequal = (every != every[0]).cpu()

@@ -15,11 +15,11 @@ from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.legality import problems
 from phalanx.plan.plan import Prediction
 from phalanx.plan.schedule import SCHEDULES, schedule
-from phalanx.plan.shards import rank_buffers
+from phalanx.plan.shards import rank_buffers, rank_stages
 from phalanx.planner import legal, memory, timeline
 from phalanx.planner.candidates import Candidates, of
 from phalanx.planner.engine import engine
-from phalanx.planner.estimate import estimate
+from phalanx.planner.estimate import estimate, stage_layers
 from phalanx.planner.search import predict
 from phalanx.spec.model import ModelSpec
 
@@ -156,3 +156,19 @@ def test_memory_and_time_of_some_recomputed_layers_lie_between(recompute: str) -
     seconds = [found.step_s_by_kind["recompute"] for found in (none, half, whole)]
     assert seconds[0] == 0
     assert seconds[1] == pytest.approx(seconds[2] / 2)
+
+
+def test_the_planner_splits_layers_as_the_trainer_does() -> None:
+    """Also where copied kv heads make layers dearer beside the head."""
+    model = replace(LLAMA, num_layers=12, num_heads=4, num_kv_heads=1, head_dim=64, vocab=5000)
+    splits = set()
+    for tensor in (1, 2, 4):
+        layout = Layout(tensor=tensor, pipeline=2)
+        ours = [
+            len(stage.layers)
+            for place in range(2)
+            for stage in rank_stages(model, layout, Coord(pipeline=place), JOB.seq_len)
+        ]
+        assert stage_layers(model, JOB.seq_len, engine(), of([layout])).tolist() == ours
+        splits.add(tuple(ours))
+    assert len(splits) > 1
