@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.units import format_bytes, format_seconds
 
@@ -109,15 +108,3 @@ def _time(plan: Plan) -> str:
         f"{total:.0%} of a step is arithmetic; the largest other part is {NAMES.get(worst, worst)} ({share:.1%}); "
         f"{format_bytes(room)} of memory stay free"
     )
-
-
-def smaller(layout: Layout) -> str:
-    """What to try where nothing fits: the options that this layout has not used yet."""
-    options = []
-    if layout.recompute != "full":
-        options.append('recompute = "full"')
-    if layout.zero < 3:
-        options.append(f"zero = {layout.zero + 1}")
-    if layout.micro_batch > 1:
-        options.append(f"micro_batch = {layout.micro_batch // 2}")
-    return ", ".join([*options, "more nodes", "a shorter sequence"])

@@ -6,7 +6,7 @@ Exact: all layouts are priced by the bound, and replayed in its order until no u
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,10 @@ from phalanx.planner.estimate import Group, footprints, price
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
+from phalanx.units import format_bytes
+
+NEAREST = 2000
+"""Of layouts that do not fit, as many are looked at more closely for the smallest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +218,7 @@ class _Priced:
                 slower = max(0.0, advice.step_s(best) / advice.step_s(winner) - 1.0)
                 yield Scanned(tensor=tensor, plan=best, slower=slower, because=advice.difference(best, winner))
             elif len(legal_rows):
-                smallest = int(legal_rows[np.argmin(self.peak[legal_rows])])
+                smallest, _ = self.smallest(legal_rows)
                 yield Scanned(tensor=tensor, plan=None, slower=np.inf, because=self.memory_sum(smallest))
 
     def front(self) -> list[int]:
@@ -231,10 +235,19 @@ class _Priced:
         (footprint,) = footprints(task.model, task.job, task.cluster, task.runner, alone)
         return describe.memory_sum(footprint, 0, task.cluster.device.memory_bytes)
 
+    def smallest(self, rows: Array) -> tuple[int, float]:
+        """Of candidates `rows`, the one whose fullest rank needs least, and how many bytes: activations included, also
+        where states alone are too much. Looked for among those whose least is least."""
+        task, near = self.task, rows[np.argsort(self.peak[rows], kind="stable")[:NEAREST]]
+        peak = np.empty(len(near))
+        for footprint in footprints(task.model, task.job, task.cluster, task.runner, self.layouts.take(near)):
+            peak[footprint.rows] = footprint.memory_bytes.max(1)
+        return int(near[np.argmin(peak)]), float(peak.min())
+
     def too_large(self) -> Rejection:
         """Those that do not fit: the smallest of them, its sum, and the nearest layout that does."""
         over = np.flatnonzero(~self.fits)
-        row = int(over[np.argmin(self.peak[over])])
+        row, _ = self.smallest(over)
         instead = ""
         if self.fits.any():
             instead = describe.nearest_change(self.layouts, row, np.flatnonzero(self.fits), self.step_s)
@@ -281,7 +294,8 @@ def _nothing_legal(task: Task, rejected: list[Rejection]) -> list[Problem]:
 
 
 def _larger(task: Task, priced: _Priced) -> str:
-    """The least change with which some layout fits, tried: more nodes, a shorter sequence; else what is left to try."""
+    """The least change with which some layout fits, each tried: more nodes, a shorter sequence, a key of [layout] left
+    out, devices with more memory."""
     found = []
     for times in (2, 4, 8, 16, 32, 64):
         nodes = task.cluster.num_nodes * times
@@ -293,9 +307,18 @@ def _larger(task: Task, priced: _Priced) -> str:
         if seq_len and _some_fit(replace(task, job=replace(task.job, seq_len=seq_len))):
             found.append(f"job.seq_len = {seq_len}")
             break
-    if task.given:
-        found.append("fewer keys under [layout]")
-    return ", or ".join(found) or advice.smaller(priced.layouts.layout(int(np.argmin(priced.peak))))
+    free = [key for key in task.given if _some_fit(_without(task, [key]))]
+    if free:
+        found.append(f"no {' or no '.join(f'layout.{key}' for key in free)}")
+    elif task.given and _some_fit(_without(task, task.given)):
+        found.append("none of the keys under [layout]")
+    row, needed = priced.smallest(np.arange(len(priced.layouts)))
+    found.append(f"devices with {format_bytes(needed)}, for {priced.layouts.layout(row)}")
+    return ", or ".join(found)
+
+
+def _without(task: Task, keys: Iterable[str]) -> Task:
+    return replace(task, given={key: value for key, value in task.given.items() if key not in keys})
 
 
 def _some_fit(task: Task) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from phalanx.planner.summary import as_json, summary
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
+from phalanx.units import parse_bytes
 
 SMALL = replace(CLUSTER, num_nodes=2, devices_per_node=4)
 
@@ -115,7 +117,19 @@ def test_nothing_fits_is_an_error_with_the_sum() -> None:
     with pytest.raises(LayoutError) as caught:
         search(LLAMA, JOB, cluster)
     (problem,) = caught.value.problems
-    assert "of 1 MiB" in problem.what and "optimizer" in problem.what and problem.instead
+    assert "of 1 MiB" in problem.what and "optimizer" in problem.what and "devices with " in problem.instead
+
+
+def test_what_helps_is_tried_first() -> None:
+    """Advice names the keys that are in the way, and a memory that is enough."""
+    cluster = replace(SMALL, device=replace(DEVICE, memory_bytes=6 * 2**20))
+    with pytest.raises(LayoutError) as caught:
+        search(LLAMA, JOB, cluster, {"pipeline": 1, "tensor": 1, "zero": 0, "bucket_bytes": 2**20})
+    instead = caught.value.problems[0].instead
+    assert "no layout.zero" in instead and "layout.bucket_bytes" not in instead
+    enough = parse_bytes(re.search(r"devices with ([\d.]+ .iB)", instead).group(1))  # type: ignore[union-attr]
+    roomy = replace(SMALL, device=replace(DEVICE, memory_bytes=int(1.01 * enough)))
+    assert search(LLAMA, JOB, roomy, {"pipeline": 1, "tensor": 1, "zero": 0, "bucket_bytes": 2**20}).num_fitting
 
 
 def test_impossible_wishes_are_an_error() -> None:
