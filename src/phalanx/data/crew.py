@@ -1,24 +1,27 @@
 """Crew: worker processes that tokenize parts, each on one core.
 
 A worker holds one end of a pipe and nothing else of its builder: when the builder dies, however, the pipe fails and the
-worker ends.
+worker ends. Workers are started afresh, not forked: the threads of `tokenizers` do not survive a fork.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 from phalanx.data.parts import Part
 from phalanx.data.tokenize import Counts, PartWriter, Recipe
 from phalanx.errors import RunError
+
+PROGRAM = "import sys; from phalanx.data.crew import work; work(int(sys.argv[1]))"
 
 
 def tokenize(
@@ -58,16 +61,15 @@ def _give(connection: Connection, waiting: Iterator[tuple[int, Part]], busy: dic
     following = next(waiting, None)
     if following is not None:
         busy[connection], _ = following
-        with suppress(BrokenPipeError):  # it is dead: that is noticed where its answer is awaited
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: noticed where its answer is awaited
             connection.send(following)
 
 
-def _received(connection: Connection, process: SpawnProcess, number: int) -> Any:
+def _received(connection: Connection, process: subprocess.Popen[bytes], number: int) -> Any:
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError):
-        process.join()
-        code = process.exitcode or 0
+        code = process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         often = ", often the kernel's when memory runs out" if code == -signal.SIGKILL else ""
         what = f"a worker {how}{often}, in part {number:,}; the finished parts are kept: run the same command again"
@@ -75,35 +77,35 @@ def _received(connection: Connection, process: SpawnProcess, number: int) -> Any
 
 
 @contextmanager
-def _worker(recipe: Recipe, folder: Path) -> Iterator[tuple[Connection, SpawnProcess]]:
-    """A worker, ended when this ends. It is spawned: a fork would hold the pipes of all workers before it, and the
-    threads of `tokenizers` do not survive one."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, recipe, folder), name="phalanx data build", daemon=True)
-    process.start()
+def _worker(recipe: Recipe, folder: Path) -> Iterator[tuple[Connection, subprocess.Popen[bytes]]]:
+    """A worker, ended when this ends. Ctrl-C in a terminal does not reach it: its builder ends it."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        start_new_session=True,
+    )
     theirs.close()
-    try:
-        yield ours, process
-    finally:
-        ours.close()
-        process.terminate()
-        process.join()
-
-
-def _work(connection: Connection, recipe: Recipe, folder: Path) -> None:
-    """A worker: parts come in, bytes done and at last counts go out."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the builder ends us
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
+    with process, Connection(ours.detach()) as connection:
         try:
-            writer = PartWriter(recipe, folder)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.send((recipe, folder))
+            yield connection, process
+        finally:
+            process.terminate()
+
+
+def work(descriptor: int) -> None:
+    """Be a worker: a recipe and parts come in, bytes done and at last counts go out."""
+    with Connection(descriptor) as connection, suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            writer = PartWriter(*connection.recv())
             while True:
                 number, part = connection.recv()
                 connection.send(writer.write(number, part, connection.send))
-        except EOFError:
-            return
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise  # the builder is gone, or has no more to do
         except Exception as error:  # noqa: BLE001 (the builder raises it)
             connection.send(error)
-    except (BrokenPipeError, ConnectionResetError):  # the builder is gone
-        return

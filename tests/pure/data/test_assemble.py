@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -114,7 +113,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The workers among the children of a process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"phalanx.data.crew" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def alive(pid: int) -> bool:
@@ -175,12 +176,12 @@ def test_a_killed_worker_is_said_and_finished_parts_stay(tmp_path: Path, books: 
     todo, recipe, folder = work(tmp_path, monkeypatch)
 
     def kill(_: float) -> None:
-        for child in multiprocessing.active_children():
-            os.kill(child.pid, signal.SIGKILL)
+        for child in children_of(os.getpid()):
+            os.kill(child, signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"ended by signal 9, often the kernel's when memory runs out, in part \d+"):
         tokenize(todo, recipe, folder, 1, kill)
-    assert not multiprocessing.active_children()
+    assert not children_of(os.getpid())
     done = []
     left = {number: part for number, part in todo.items() if read_counts(folder, number) is None}
     tokenize(left, recipe, folder, 2, done.append)
@@ -194,7 +195,7 @@ def test_what_a_worker_finds_wrong_is_raised_as_it_is(tmp_path: Path, books: lis
     with pytest.raises(DataError, match=r"a\.jsonl:201: no JSON") as caught:
         tokenize(*work(tmp_path, monkeypatch), 2, lambda _: None)
     assert caught.value.problems[0].instead == "one JSON object per line"
-    assert not multiprocessing.active_children()
+    assert not children_of(os.getpid())
 
 
 def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path, books: list[dict], capsys: pytest.CaptureFixture[str]):
