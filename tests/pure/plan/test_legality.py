@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
-from phalanx.plan.legality import LIMITS, SPLIT_BACKWARD, allowed_tensor_sizes, engine_problems, problems
+from phalanx.plan.legality import (
+    LIMITS,
+    SPLIT_BACKWARD,
+    allowed_tensor_sizes,
+    engine_problems,
+    module_problems,
+    problems,
+)
 from phalanx.plan.schedule import SCHEDULES, schedule
 from phalanx.plan.schedule_check import check
 from phalanx.plan.shards import rank_buffers
@@ -392,3 +399,10 @@ def test_schedules_that_split_backward_are_the_ones_named():
         )
     }
     assert split == set(SPLIT_BACKWARD)
+
+
+@pytest.mark.parametrize("some", [{"recompute_every": 2}, {"recompute_layers": (1,)}])
+def test_of_a_module_all_blocks_are_recomputed_and_nothing_is_compiled(some):
+    found = module_problems(replace(JOB, compile=True), Layout(recompute="full", **some), num_blocks=4)
+    assert [problem.where for problem in found] == [f"layout.{next(iter(some))}", "job.compile"]
+    assert not module_problems(JOB, Layout(recompute="full"), num_blocks=4)
