@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 from helpers import run_worlds
@@ -205,6 +206,29 @@ def test_a_slow_disk_is_waited_for_beyond_the_time_limit_of_communication(tmp_pa
     assert other == [] and newest(run_dir) == 2
 
 
+def test_training_goes_on_while_the_disk_is_slow(tmp_path):
+    """The state is copied when the save begins: what training does to it meanwhile is not in the checkpoint."""
+    run_dir, plan = RunDir(tmp_path), tiny_plan(Layout(), MODEL, checkpoint=CheckpointSpec(keep=0))
+
+    def main(world: World) -> list[bool]:
+        pieces = list(state(Engine(plan, world.coord, world.comm, world.device)))
+        saves, go_on, write = Saver(run_dir, plan, pieces, world.comm("world"), say=print), Event(), saver.write_part
+        saver.write_part = lambda *arguments: (go_on.wait(), write(*arguments))
+        done = []
+        for value in (1.0, 2.0, 3.0):
+            for piece in pieces:
+                piece.tensor.fill_(value)
+            if value == 1.0:
+                saves.save(1, {"step": 1}, background=True)
+            done.append(saves.poll())
+        go_on.set()
+        saves.wait()
+        return done
+
+    assert run_worlds(Layout(), main, model=MODEL) == [[False, False, False]]
+    assert newest(run_dir) == 1
+
+
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Callable[[str], Path]]:
     """Mounts small file systems in memory; skips where that is not allowed."""
@@ -234,6 +258,9 @@ def test_a_full_disk_is_told_with_numbers_and_tried_again(disk):
     assert len(said) == 3 and all("NOT saved" in line for line in said[1:])
     assert all("449,280 bytes are needed and " in line and " are free" in line for line in said[1:])
     assert newest(run_dir) == 1
+    said, _ = save_steps(run_dir, range(4, 4))
+    assert len(said) == 1, "as soon as the next run starts"
+    assert said[0].startswith("checkpoints cannot be written as things are: rank 0: 449,280 bytes are needed")
     subprocess.run(["mount", "-o", "remount,size=2m", str(run_dir.path)], check=True)
     said, _ = save_steps(run_dir, range(4, 5))
     assert newest(run_dir) == 4 and not any("NOT" in line for line in said)
