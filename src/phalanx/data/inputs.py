@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,6 +121,19 @@ def _folder(folder: Path) -> list[Path]:
         what = f"holds the splits {', '.join(sorted(splits))}, which are not one set"
         raise DataError(what, where=str(folder), instead=f"one of {', '.join(sorted(names))}")
     return chosen
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The files that a folder of `save_to_disk` lists; what else lies there are caches of `datasets`."""
+    state = folder / "state.json"
+    try:
+        files = [folder / file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"does not list the files of a data set: {error!r}", where=str(state)) from None
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise DataError(f"lists files that are not there: {', '.join(missing)}", where=str(state))
+    return files
 
 
 def _split(path: Path) -> str:

@@ -233,7 +233,14 @@ def saved_to_disk(folder: Path, rows: list[dict]) -> Path:
 
 def test_folders_of_data_sets(tmp_path: Path):
     saved = saved_to_disk(tmp_path / "saved", [{"text": "a"}, {"text": "b"}])
+    arrow_stream(saved / "cache-1234.x", [{"text": "what some function made of it"}])
     assert documents([saved]) == ["a", "b"]
+    (saved / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match=r"state\.json: lists files that are not there"):
+        find([str(saved)])
+    (saved / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="does not list the files of a data set"):
+        find([str(saved)])
     hub = tmp_path / "hub"
     (hub / "data").mkdir(parents=True)
     (hub / ".cache").mkdir()
