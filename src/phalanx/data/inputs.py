@@ -104,6 +104,8 @@ def _folder(folder: Path) -> list[Path]:
     files = _sorted(
         [path for path, inner in below if path.is_file() and not any(n.startswith(".") for n in inner.parts)]
     )
+    if (folder / "state.json").is_file():
+        return _saved(folder)
     kinds: dict[str, list[Path]] = {}
     for path in files:
         suffix, _ = _suffixes(path)
