@@ -133,9 +133,8 @@ def test_unusual_layout_equals_one_process(case: str) -> None:
 
 
 SEPARATE = {
-    **{name: UNUSUAL[name] for name in ("tensor 8", "interleaved", "zero 3, tied", "selective recompute, sequence")},
+    **{name: UNUSUAL[name] for name in ("interleaved", "zero 3, tied", "selective recompute, sequence")},
     "zb-v": UNUSUAL["zb-v"],
-    "dualpipe-v": UNUSUAL["dualpipe-v"],
     "recompute": UNUSUAL["recompute"],
     "learned, all axes": (tiny_model("gpt2"), Layout(tensor=2, pipeline=2, data=2, sequence_parallel=True, zero=1)),
     "dropout": (

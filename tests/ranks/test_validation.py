@@ -99,8 +99,7 @@ CASES = {
     "dropout": (DROPOUT, Layout(tensor=2, pipeline=2)),
     "zero 3 within 2": UNUSUAL["zero 3 within 2, pipeline"],
     "chunks": UNUSUAL["chunks, sequence"],
-    **{name: UNUSUAL[name] for name in ("tensor 8", "zb-v", "dualpipe-v", "zero 3, tied", "zero 3, interleaved")},
-    "ends without layers": UNUSUAL["ends without layers"],
+    **{name: UNUSUAL[name] for name in ("zb-v", "zero 3, tied", "zero 3, interleaved")},
 }
 
 
