@@ -85,6 +85,11 @@ def on_ranks(layout: Layout, function: Any, *args: Any, **options: Any) -> list[
     return run_worlds(layout, function, *args, model=tiny_model(), **options)
 
 
+def load_kernels_without_data() -> None:
+    """Torch imports what runs on tensors without data at first use, for seconds: once, before ranks are forked."""
+    F.layer_norm(F.linear(torch.empty(4, 8, device="meta"), torch.empty(8, 8, device="meta")), (8,))
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 

@@ -7,8 +7,8 @@ from digits import ResNet, batches, held_out
 torch.manual_seed(1)
 model = ResNet()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-for images, labels in batches(num_steps=100, size=64):
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 150)
+for images, labels in batches(num_steps=150, size=64):
     loss = F.cross_entropy(model(images), labels)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import RankFailed
-from own_modules import gradients_of, images, module_plan, on_ranks, relative, step_in
+from own_modules import gradients_of, images, load_kernels_without_data, module_plan, on_ranks, relative, step_in
 from torch import Tensor, nn
 
 from phalanx.errors import InputError
@@ -17,6 +17,8 @@ from phalanx.own.blocks import Blocks
 from phalanx.plan.layout import Layout
 from phalanx.plan.module import ModulePlan
 from phalanx.trainer.world import World
+
+load_kernels_without_data()
 
 WIDTH = 12
 

@@ -114,7 +114,7 @@ class ModuleEngine:
         return self._pipelines[key]
 
     def _shapes(self, batches: Sequence[ModuleBatch]) -> tuple[Any, ...]:
-        every = [tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(batch.values)) for batch in batches]
+        every = [_shapes(batch) for batch in batches]
         for number, shapes in enumerate(every):
             if shapes != every[0]:
                 found = [[list(shape) for shape, _ in each] for each in (shapes, every[0])]
@@ -162,7 +162,11 @@ class ModuleEngine:
     def validate(self, batches: Sequence[ModuleBatch]) -> tuple[Tensor, Tensor]:
         """Forwards alone, of batches made to validate. Returns this rank's sum of the loss and number of items."""
         self._tally.count.zero_()
-        return self._pipeline(batches, backward=False).run(batches), self._tally.count
+        alike: dict[Any, list[ModuleBatch]] = {}
+        for batch in batches:
+            alike.setdefault(_shapes(batch), []).append(batch)
+        losses = [self._pipeline(some, backward=False).run(some) for some in alike.values()]
+        return torch.stack(losses).sum(), self._tally.count
 
     def synchronize(self) -> None:
         """Make replicas' buffers one: floating ones become their mean. Gradients are whole already."""
@@ -233,6 +237,10 @@ class ModuleEngine:
                     tensor=tensor.detach().view(parameter.shape),
                     owned=self.coord.data == 0 and self.coord.tensor == 0,
                 )
+
+
+def _shapes(batch: ModuleBatch) -> tuple[Any, ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(batch.values))
 
 
 class _Originals:
