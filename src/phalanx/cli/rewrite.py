@@ -49,7 +49,7 @@ def _write(arguments: argparse.Namespace) -> tuple[int, str]:
 
     if arguments.action == "average":
         num_bytes = rewrite.average(arguments.paths, arguments.target)
-        return num_bytes, f"{len(arguments.paths)} × {arguments.paths[0]} and so on"
+        return num_bytes, ", ".join(map(str, arguments.paths))
     if arguments.action == "reshard":
         path = locate(arguments.path)[0][1]
         return rewrite.reshard(path, arguments.target), str(path)
