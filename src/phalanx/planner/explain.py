@@ -15,8 +15,9 @@ from phalanx.plan.stages import split
 from phalanx.plan.traffic import COMPUTE_BYTES, Message, traffic
 from phalanx.planner import network
 from phalanx.planner.advice import NAMES
+from phalanx.planner.compute import peak_flops
 from phalanx.planner.memory import KINDS
-from phalanx.units import format_bytes, format_seconds
+from phalanx.units import format_bytes, format_flops_per_s, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,6 @@ class Priced:
 def priced(plan: Plan, coord: Coord) -> tuple[Priced, ...]:
     """All messages of one step of the rank at `coord`, as Traffic lists them."""
     places = network.placements(plan.cluster, plan.layout)
-    groups = {"tensor": "tensor", "kv": "tensor", "data": "data", "pipeline": "pipeline", "tied": "pipeline"}
     found = []
     for message in traffic(plan, coord):
         world = network.placement(plan.cluster, plan.layout.num_ranks, 1)
@@ -76,22 +76,48 @@ def _time(plan: Plan) -> Iterator[str]:
 
 def _messages(plan: Plan) -> Iterator[str]:
     assert plan.prediction is not None
-    rows = () if plan.model.num_experts else priced(plan, Coord())
     yield "Messages of one step of the first rank, if nothing hid them"
+    if plan.model.num_experts:
+        yield "  not listed for a model with experts; the times above count its all-to-alls too"
+        return
+    rows = priced(plan, Coord())
+    alike: dict[tuple[str, str, str, float, str], tuple[int, float]] = {}  # chunks of one rank send the same
     for row in rows:
         message = row.message
+        key = (message.group, message.purpose, message.operation, message.payload_bytes / message.count, row.link)
+        count, seconds = alike.get(key, (0, 0.0))
+        alike[key] = count + message.count, seconds + row.seconds
+    for (group, purpose, operation, size, link), (count, seconds) in alike.items():
         yield (
-            f"  {message.group:9} {message.purpose:28} {message.count:6} × {message.operation:14} "
-            f"{format_bytes(message.payload_bytes / message.count):>10}  {format_seconds(row.seconds):>10}  {row.link}"
+            f"  {group:9} {purpose:28} {count:6} × {operation:14} "
+            f"{format_bytes(size):>10}  {format_seconds(seconds):>10}  {link}"
         )
     total, compute = sum(row.seconds for row in rows), plan.prediction.step_s_by_kind["compute"]
-    if rows:
-        yield f"  all: {format_seconds(total)}; compute / communication {compute / total:.2f}"
-    else:
+    if not rows:
         yield "  none"
+        return
+    yield f"  all: {format_seconds(total)}; compute / communication {compute / total:.2f}"
+    inside = [row for row in rows if row.message.purpose.split()[0] in ("attention", "mlp")]
+    if inside:
+        (stage, *_) = split(
+            plan.model, plan.job.seq_len, plan.layout.num_stages, plan.layout.stage_layers, plan.layout.tensor
+        )
+        layers = len(stage.layers) * plan.layout.virtual_stages
+        each = layers * plan.layout.num_micro_batches(plan.job.global_batch)
+        number, size, each_s = (
+            sum(values) / each
+            for values in zip(
+                *((row.message.count, row.message.payload_bytes, row.seconds) for row in inside), strict=True
+            )
+        )
+        yield (
+            f"  of one layer and micro-batch, forward and backward: about {number:.0f} messages, {format_bytes(size)}, "
+            f"{format_seconds(each_s)}"
+        )
 
 
 def _formulas(plan: Plan) -> Iterator[str]:
+    assert plan.prediction is not None
     model, job, layout = plan.model, plan.job, plan.layout
     flops = model.flops_per_token(job.seq_len)
     micro_batches = layout.num_micro_batches(job.global_batch)
@@ -103,6 +129,13 @@ def _formulas(plan: Plan) -> Iterator[str]:
     yield (
         f"  micro-batches m = global batch / (data × micro-batch) = {job.global_batch} / ({layout.data} × "
         f"{layout.micro_batch}) = {micro_batches}"
+    )
+    peak = peak_flops(plan.cluster.device, job.precision)
+    step_s = plan.prediction.step_s
+    mfu = flops * job.tokens_per_step / (step_s * layout.num_ranks * peak)
+    yield (
+        f"  MFU = model FLOPs per step / (step × devices × peak) = {flops * job.tokens_per_step:.3e} / "
+        f"({step_s:.4g} s × {layout.num_ranks} × {format_flops_per_s(peak)}) = {mfu:.1%}"
     )
     if layout.pipeline > 1:
         bubble = (layout.pipeline - 1) / (micro_batches * layout.virtual_stages + layout.pipeline - 1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.planner.compute import peak_flops
 from phalanx.planner.engine import DEFAULT_LIKELY, engine
+from phalanx.planner.explain import Priced, priced
 from phalanx.planner.search import Search
 from phalanx.units import format_bytes, format_seconds
 
@@ -69,6 +71,7 @@ COLUMNS = (
     "memory",
     "comm.",
     "bubble",
+    "run",
 )
 
 
@@ -77,21 +80,21 @@ def cells(line: Summary) -> tuple[str, ...]:
     return (
         line.layout,
         format_seconds(line.step_s),
-        _range(line.low_s, line.high_s),
+        _range(line.step_s, line.low_s, line.high_s),
         f"{line.tokens_per_s:,.0f}",
         f"{line.flops_per_s_per_device / 1e12:,.3g}",
         f"{line.mfu:.1%}",
         format_bytes(line.memory_bytes),
         f"{line.communication:.1%}",
         f"{line.bubble:.1%}",
+        format_seconds(line.days * 86400),
     )
 
 
-def _range(low_s: float, high_s: float) -> str:
-    """As `7.13–8.75 s`, with one unit where both have the same."""
-    low, high = format_seconds(low_s), format_seconds(high_s)
-    number, unit = low.split(" ")
-    return f"{number}–{high}" if high.endswith(f" {unit}") else f"{low}–{high}"
+def _range(step_s: float, low_s: float, high_s: float) -> str:
+    """As `7.13–8.75`, without a unit where both have that of `step_s`."""
+    (_, unit), low, high = (format_seconds(seconds).split(" ") for seconds in (step_s, low_s, high_s))
+    return f"{low[0]}–{high[0]}" if low[1] == high[1] == unit else f"{' '.join(low)}–{' '.join(high)}"
 
 
 def whole_run(plan: Plan) -> str:
@@ -124,6 +127,9 @@ def as_json(found: Search) -> dict[str, Any]:
         "num_fitting": found.num_fitting,
         "num_replayed": found.num_replayed,
         "plans": [_plan(plan, likely) for plan in found.plans],
+        "messages": []
+        if found.plans[0].model.num_experts
+        else [_message(row) for row in priced(found.plans[0], Coord())],
         "reasons": list(found.reasons),
         "scan": [
             {
@@ -146,6 +152,12 @@ def as_json(found: Search) -> dict[str, Any]:
             for r in found.rejected
         ],
     }
+
+
+def _message(row: Priced) -> dict[str, Any]:
+    message = row.message
+    keys = ("group", "purpose", "operation", "count", "payload_bytes")
+    return {**{key: getattr(message, key) for key in keys}, "link": row.link, "seconds": row.seconds}
 
 
 def _plan(plan: Plan, likely: tuple[float, float]) -> dict[str, Any]:

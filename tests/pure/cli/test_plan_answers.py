@@ -42,10 +42,12 @@ def test_the_table_says_why(run_file: Path, capsys: pytest.CaptureFixture[str]) 
 def test_json_holds_everything(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_file), "--json", "--top", "2"]) == 0
     value = json.loads(capsys.readouterr().out)
-    keys = {"engine", "num_layouts", "num_fitting", "num_replayed", "plans", "reasons", "scan", "front", "rejected"}
+    keys = {"engine", "num_layouts", "num_fitting", "num_replayed", "plans", "messages", "reasons", "scan", "front"}
+    keys |= {"rejected"}
     assert set(value) == keys
     best = value["plans"][0]
     assert best["low_s"] < best["step_s"] < best["high_s"] and best["layout"]["tensor"] >= 1
+    assert all(message["seconds"] >= 0 and message["link"] for message in value["messages"])
 
 
 def test_explain_page_and_plan(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
