@@ -21,6 +21,7 @@ from phalanx.planner.advice import Scanned, reasons
 from phalanx.planner.candidates import Array, Candidates, enumerate_all, of
 from phalanx.planner.engine import OURS, Engine, engine, profiles
 from phalanx.planner.estimate import Group, footprints, price
+from phalanx.planner.shift import fitting
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -28,6 +29,10 @@ from phalanx.units import format_bytes
 
 NEAREST = 2000
 """Of layouts that do not fit, as many are looked at more closely for the smallest."""
+
+
+MOST_SHIFTED = 8
+"""Layouts that are tried with layers moved between stages, where none fits otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,10 @@ def search(
     priced = _Priced(task, layouts)
     if not priced.fits.all():
         rejected.append(priced.too_large())
+    shifted = None if priced.fits.any() else priced.shifted()
+    if shifted:
+        layouts = of([shifted.layout])
+        priced = _Priced(task, layouts)
     if not priced.fits.any():
         raise LayoutError(Problem(what=rejected[-1].detail, where=cluster.name, instead=_larger(task, priced)))
     best, num_replayed = priced.best(top)
@@ -100,7 +109,10 @@ def search(
     scan = tuple(priced.scan(np.unique(everything.tensor).tolist(), plans[0]))
     return Search(
         plans=plans,
-        reasons=reasons(plans, scan, task.runner.tie, given=_axes_given(task)),
+        reasons=(
+            *reasons(plans, scan, task.runner.tie, given=_axes_given(task)),
+            *((f"stages of equal work do not fit: {_counts(plans[0])} layers do",) if shifted else ()),
+        ),
         scan=scan,
         front=tuple(priced.plan(row, priced.bound_s(row)) for row in priced.front()),
         rejected=tuple(rejected),
@@ -229,6 +241,21 @@ class _Priced:
         kept: list[int] = order[np.concatenate(([True], least[1:] < least[:-1]))].tolist()
         return kept
 
+    def shifted(self) -> Plan | None:
+        """Where nothing fits: the smallest layout with stages that does once layers are moved between them."""
+        task = self.task
+        if self.layouts.stage_layers is not None or task.runner.balance != "cost":
+            return None
+        rows = np.flatnonzero(self.layouts.pipeline > 1)
+        for row in rows[np.argsort(self.peak[rows], kind="stable")][:MOST_SHIFTED].tolist():
+            found = fitting(self._alone(self.layouts.layout(row)), task.cluster.device.memory_bytes, self._alone)
+            if found:
+                return found
+        return None
+
+    def _alone(self, layout: Layout) -> Plan:
+        return _Priced(self.task, of([layout]), only_fitting=False).plan(0)
+
     def memory_sum(self, row: int) -> str:
         """What fills the fullest rank of candidate `row`."""
         task, alone = self.task, self.layouts.take(np.array([row]))
@@ -258,6 +285,10 @@ class _Priced:
             detail=self.memory_sum(row),
             instead=instead,
         )
+
+
+def _counts(plan: Plan) -> str:
+    return ", ".join(map(str, plan.layout.stage_layers or ()))
 
 
 def _axes_given(task: Task) -> bool:

@@ -209,3 +209,29 @@ def test_every_engine_ranks_layouts(name: str) -> None:
     device = replace(DEVICE, flops_per_s={precision: 1e14, "bf16": 1e14, "fp32": 1e13})
     job = replace(JOB, precision=precision)
     assert search(LLAMA, job, replace(SMALL, device=device), engine_name=name).plans
+
+
+KEPT = {"pipeline": 2, "tensor": 1, "data": 1, "micro_batch": 1, "schedule": "1f1b", "recompute": "none"}
+
+
+def test_layers_move_where_stages_of_equal_work_do_not_fit() -> None:
+    """The first stage holds the embedding and two micro-batches; only as many layers leave it as must."""
+    model, two = replace(LLAMA, num_layers=12, vocab=4000), replace(CLUSTER, num_nodes=1, devices_per_node=2)
+    balanced = predict(model, JOB, two, Layout(pipeline=2)).prediction
+    assert balanced is not None
+    peak = max(sum(kinds.values()) for kinds in balanced.memory_bytes)
+    splits = []
+    for share in (1.0, 0.98, 0.9):
+        limit = int(share * peak)
+        small = replace(two, device=replace(two.device, memory_bytes=limit))
+        found = search(model, JOB, small, KEPT)
+        plan = found.plans[0]
+        assert plan.prediction is not None
+        assert max(sum(kinds.values()) for kinds in plan.prediction.memory_bytes) <= limit
+        splits.append(plan.layout.stage_layers)
+    assert splits == [None, (7, 5), (6, 6)]
+    assert found.reasons[-1] == "stages of equal work do not fit: 6, 6 layers do"
+    with pytest.raises(LayoutError):
+        search(model, JOB, replace(two, device=replace(two.device, memory_bytes=peak // 2)), KEPT)
+    with pytest.raises(LayoutError):  # what was asked for stays
+        search(model, JOB, small, KEPT | {"stage_layers": (8, 4)})
