@@ -120,6 +120,7 @@ def run_steps(world: World, source: Supervised, num_steps: int) -> tuple[list[St
     engine = Engine(source.plan, world.coord, world.comm, world.device)
     before = [buffer.parameters.clone() for buffer in engine.buffers]
     records = [one_step(engine, source, number) for number in range(num_steps)]
+    engine.data.wait_for_parameters()
     return records, before, [buffer.parameters.clone() for buffer in engine.buffers]
 
 
@@ -167,6 +168,7 @@ def poisoned(world: World, source: Supervised, what: str) -> tuple[str, int, boo
     engine.forward_backward = forward_backward
     try:
         for number in range(3):
+            engine.data.wait_for_parameters()
             before = [buffer.parameters.clone() for buffer in engine.buffers]
             one_step(engine, source, number)
             done += 1

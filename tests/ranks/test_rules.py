@@ -104,6 +104,7 @@ def copies_after_training(world: World, plan: Plan) -> Tensor:
         engine.synchronize()
         engine.totals(loss)
         engine.update(1e-2, 1.0)
+    engine.data.wait_for_parameters()
     weights = engine.buffers[0 if world.coord.pipeline == 0 else -1].weights
     return weights["tokens" if world.coord.pipeline == 0 else "head"].value.clone()
 
