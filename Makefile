@@ -28,3 +28,4 @@ demo: setup
 
 bench: setup
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/own_models.py

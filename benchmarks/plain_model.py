@@ -140,58 +140,58 @@ class Reference:
 
     def data_parallel(self, rank: int, folder: Path) -> Steps:
         """DistributedDataParallel over two processes."""
-        _join(rank, 2, folder)
+        join(rank, 2, folder)
         module = Transformer(self.model, self.seq_len, range(self.model.num_layers))
         return self._whole(nn.parallel.DistributedDataParallel(module), rank, 2)
 
     def fully_sharded(self, rank: int, folder: Path) -> Steps:
         """`fully_shard` over two processes, parameters kept whole from forward to backward (ZeRO 2)."""
-        _join(rank, 2, folder)
-        return self._whole(self._part(_mesh((1, 2, 1)), 0, 1), rank, 2)
+        join(rank, 2, folder)
+        return self._whole(self._part(mesh_of((1, 2, 1)), 0, 1), rank, 2)
 
     def fully_sharded_over_4(self, rank: int, folder: Path) -> Steps:
         """`fully_shard` over four processes, parameters freed after each use (ZeRO 3)."""
-        _join(rank, 4, folder)
-        return self._whole(self._part(_mesh((1, 4, 1)), 0, 1, free_after_use=True), rank, 4)
+        join(rank, 4, folder)
+        return self._whole(self._part(mesh_of((1, 4, 1)), 0, 1, free_after_use=True), rank, 4)
 
     def tensor_parallel(self, rank: int, folder: Path) -> Steps:
         """DTensor's `parallelize_module` over two processes, without sequence parallelism (with it, it is slower)."""
-        _join(rank, 2, folder)
-        return self._whole(self._part(_mesh((1, 1, 2)), 0, 1), 0, 1)
+        join(rank, 2, folder)
+        return self._whole(self._part(mesh_of((1, 1, 2)), 0, 1), 0, 1)
 
     def pipeline_parallel(self, rank: int, folder: Path) -> Steps:
         """`torch.distributed.pipelining` over two processes: 1F1B."""
-        _join(rank, 2, folder)
+        join(rank, 2, folder)
         return self._pipelined((2, 1, 1), (rank,))
 
     def interleaved(self, rank: int, folder: Path) -> Steps:
         """Interleaved 1F1B over two processes with two stages each."""
-        _join(rank, 2, folder)
+        join(rank, 2, folder)
         return self._pipelined((2, 1, 1), (rank, rank + 2), "Interleaved1F1B")
 
     def zero_bubble(self, rank: int, folder: Path) -> Steps:
         """Zero bubble with one stage for each of two processes: the order of ZB-H1."""
-        _join(rank, 2, folder)
+        join(rank, 2, folder)
         return self._pipelined((2, 1, 1), (rank,), "InterleavedZeroBubble")
 
     def zero_bubble_v(self, rank: int, folder: Path) -> Steps:
         """ZB-V over two processes."""
-        _join(rank, 2, folder)
+        join(rank, 2, folder)
         return self._pipelined((2, 1, 1), (rank, 3 - rank), "ZBVZeroBubble")
 
     def tensor_and_data_parallel(self, rank: int, folder: Path) -> Steps:
         """`fully_shard` over `parallelize_module`, 2 × 2."""
-        _join(rank, 4, folder)
-        return self._whole(self._part(_mesh((1, 2, 2)), 0, 1), rank // 2, 2)
+        join(rank, 4, folder)
+        return self._whole(self._part(mesh_of((1, 2, 2)), 0, 1), rank // 2, 2)
 
     def tensor_and_pipeline_parallel(self, rank: int, folder: Path) -> Steps:
         """1F1B over `parallelize_module`, 2 × 2."""
-        _join(rank, 4, folder)
+        join(rank, 4, folder)
         return self._pipelined((2, 1, 2), (rank // 2,))
 
     def composed(self, rank: int, folder: Path) -> Steps:
         """1F1B over `fully_shard` over `parallelize_module`, 2 × 2 × 2."""
-        _join(rank, 8, folder)
+        join(rank, 8, folder)
         return self._pipelined((2, 2, 2), (rank // 4,))
 
     def _part(self, mesh: dist.DeviceMesh, index: int, num_parts: int, free_after_use: bool = False) -> nn.Module:
@@ -209,7 +209,7 @@ class Reference:
 
     def _whole(self, module: nn.Module, data_index: int, data_size: int) -> Steps:
         """One forward of all sequences of a data coordinate."""
-        optimizer = _optimizer(module)
+        optimizer = optimizer_of(module)
         tokens, labels = (whole.chunk(data_size)[data_index] for whole in (self.tokens, self.labels))
         while True:
             loss_of(module(tokens), labels).backward()
@@ -227,11 +227,11 @@ class Reference:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        mesh = _mesh(sizes)
+        mesh = mesh_of(sizes)
         axis = mesh["pipeline"]
         num_stages = sizes[0] * len(stages)
         modules = [self._part(mesh, index, num_stages) for index in stages]
-        optimizer = _optimizer(nn.ModuleList(modules))
+        optimizer = optimizer_of(nn.ModuleList(modules))
         held = [
             PipelineStage(module, index, num_stages, torch.device("cpu"), group=axis.get_group())
             for module, index in zip(modules, stages, strict=True)
@@ -247,16 +247,16 @@ class Reference:
             yield {}
 
 
-def _mesh(sizes: tuple[int, int, int]) -> dist.DeviceMesh:
+def mesh_of(sizes: tuple[int, int, int]) -> dist.DeviceMesh:
     return dist.init_device_mesh("cpu", sizes, mesh_dim_names=("pipeline", "data", "tensor"))
 
 
-def _join(rank: int, num_ranks: int, folder: Path) -> None:
+def join(rank: int, num_ranks: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
 
 
-def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     """Fused AdamW, which cannot update plain and distributed tensors in one call."""
     from torch.distributed.tensor import DTensor
 

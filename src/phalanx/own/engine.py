@@ -197,13 +197,18 @@ class ModuleEngine:
     def update(self, rate: float, coefficient: float) -> None:
         """New weights from the gradients, on all ranks that hold them."""
         self.optimizer.step(rate, coefficient * self.correction)
-        self.data.gather_parameters()
+        self._gather()
         self.data.wait_for_parameters()
 
     def publish(self) -> None:
         """Carry master weights, after they were restored, to where forward reads them on all ranks."""
         self.optimizer.publish()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Between steps the module is the user's: they may look at its parameters, and must not see old ones."""
         self.data.gather_parameters()
+        self.data.wait_for_parameters()
         self.data.wait_for_parameters()
 
     def unused(self) -> list[str]:

@@ -21,6 +21,7 @@ from phalanx.plan.comm import Comm
 from phalanx.plan.legality import module_problems
 from phalanx.plan.module import ModulePlan
 from phalanx.rundir import RunDir
+from phalanx.trainer.process import keep_freed_memory
 from phalanx.trainer.world import Process, World, join
 
 
@@ -53,6 +54,7 @@ def prepare(
     folder = None if run_dir is None else RunDir(Path(run_dir))
     if folder:
         folder.create()
+    keep_freed_memory()
     world = join(plan, folder or _nameless())
     atexit.register(_leave, world)
     engine = prepared(world, module, plan, forward=forward, blocks=blocks, average_buffers=average_buffers)
