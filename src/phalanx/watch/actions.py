@@ -26,13 +26,21 @@ class ActionsWriter:
         """Step `step`, counting from 1, is done; `times_s` are begin and end of its actions on time.perf_counter."""
         if step & (step - 1) and step < self._num_steps:
             return
-        offset = time.time() - time.perf_counter()
+        offset = wall_clock_offset_s()
         starts, ends = ([moment + offset for moment in moments] for moments in zip(*times_s, strict=True))
         try:
             write_whole(self._path, json.dumps({"step": step, "starts_s": starts, "ends_s": ends}))
         except OSError as error:
             self._say(f"times of actions are not written: {self._path}: {error.strerror}")
             self._say = lambda line: None
+
+
+def wall_clock_offset_s() -> float:
+    """Seconds since the epoch minus time.perf_counter, which begins elsewhere on each host: read between two looks at
+    the latter, those closest together of several."""
+    looks = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(9)]
+    before_s, now_s, after_s = min(looks, key=lambda look: look[2] - look[0])
+    return now_s - (before_s + after_s) / 2
 
 
 def measured(run_dir: RunDir, layout: Layout, schedule: Schedule) -> tuple[int, Walk]:

@@ -64,7 +64,8 @@ def test_a_plan_is_drawn_with_the_times_it_predicts(capsys, tmp_path):
     assert [row[:9] for row in rows] == ["stage 0 F", "stage 1  ", "F forward"]
 
 
-def test_a_run_is_drawn_below_its_prediction(capsys, tmp_path):
+def test_a_run_is_drawn_below_its_prediction(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.watch.actions.wall_clock_offset_s", lambda: 1e9)
     run_dir, plan = RunDir(tmp_path), a_plan()
     run_dir.create()
     plan.write(run_dir.plan)
@@ -79,7 +80,7 @@ def test_a_run_is_drawn_below_its_prediction(capsys, tmp_path):
     assert main(["schedule", "show", "--run", str(tmp_path), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["predicted"]["bubble"] > 0
-    assert content["measured in step 8"]["starts_s"][1] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=0.05)
+    assert content["measured in step 8"]["starts_s"][1] == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize(

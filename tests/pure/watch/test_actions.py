@@ -9,10 +9,17 @@ from phalanx.errors import InputError
 from phalanx.plan.layout import Layout
 from phalanx.plan.schedule import schedule
 from phalanx.rundir import RunDir
+from phalanx.watch import actions
 from phalanx.watch.actions import ActionsWriter, measured
 
 LAYOUT = Layout(pipeline=2, data=2)
 MADE = schedule("1f1b", 2, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def _steady_clock(monkeypatch):
+    """As if no time passed between the files of two ranks."""
+    monkeypatch.setattr(actions, "wall_clock_offset_s", lambda: 1e9)
 
 
 def times(begin_s):
@@ -23,17 +30,23 @@ def left(run_dir, *, step=4, late_s=0.0):
     """What both coordinates leave, the second one later."""
     run_dir.create()
     for place, rank in enumerate((0, 2)):
-        begin_s = time.perf_counter() + place * late_s
-        ActionsWriter(run_dir.actions(rank), 100, pytest.fail).after(step, times(begin_s))
+        ActionsWriter(run_dir.actions(rank), 100, pytest.fail).after(step, times(5.0 + place * late_s))
 
 
 def test_begins_with_the_first_action_of_all(tmp_path):
     left(RunDir(tmp_path), late_s=0.25)
     step, walk = measured(RunDir(tmp_path), LAYOUT, MADE)
     assert step == 4
-    assert walk.starts_s[0] == pytest.approx((0, 1, 2, 3), abs=0.05)
-    assert walk.starts_s[1] == pytest.approx((0.25, 1.25, 2.25, 3.25), abs=0.05)
-    assert walk.step_s == pytest.approx(3.75, abs=0.05)
+    assert walk.starts_s == ((0, 1, 2, 3), (0.25, 1.25, 2.25, 3.25))
+    assert walk.step_s == 3.75
+
+
+def test_the_wall_clock_is_read_where_the_looks_are_closest(monkeypatch):
+    monkeypatch.undo()
+    ticks = iter([0.0, 9.0, *[10.0, 10.5] * 8])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(time, "time", lambda: 110.25)
+    assert actions.wall_clock_offset_s() == 100.0
 
 
 def test_few_steps_are_written(tmp_path):
