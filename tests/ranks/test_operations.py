@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.products: Counter[Product] = Counter()
+        self.vectors: Counter[tuple[int, ...]] = Counter()
         self.storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,6 +85,8 @@ class Recorder(TorchDispatchMode):
             query = args[0]
             positions = query.shape[2]
             self.products["attention", query.shape[0] * query.shape[1], positions, positions, query.shape[3]] += 1
+        elif packet in (aten.mv, aten.addmv, aten.addmv_):
+            self.vectors[tuple(args[-2].shape)] += 1
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -173,7 +176,7 @@ class Case:
             else:
                 output = self.block(source, self.batch)
             del source, reference
-        kept = forward.alive(output, inputs, self.batch.tokens, *self.lasting)
+        kept = forward.alive(output, inputs, self.batch.tokens, self.batch.sequences, *self.lasting)
         with Recorder() as backward:
             output.backward(torch.ones_like(output))
         return forward.products, backward.products, kept
@@ -266,6 +269,46 @@ def test_operations_hold_for_any_sizes(data: st.DataObject) -> None:
 def test_dropout_keeps_a_factor_per_site() -> None:
     model = tiny_model("gpt2", dropout=0.1)
     check(Case(model, Layout(micro_batch=2), "fp32", "layers.0"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("style", "kv_heads"), [("gpt2", 8), ("llama", 2)])
+@pytest.mark.parametrize(("tensor", "cut"), [(1, False), (2, True), (4, False)])
+def test_dropout_in_attention_stores_scores(tensor: int, cut: bool, style: str, kv_heads: int, precision: str) -> None:
+    model = tiny_model(style, num_heads=8, num_kv_heads=kv_heads, head_dim=8, attention_dropout=0.1)
+    layout = Layout(tensor=tensor, sequence_parallel=cut, micro_batch=3)
+    check(Case(model, layout, precision, "layers.0", seq_len=24))
+
+
+@pytest.mark.parametrize(("tensor", "cut"), [(1, False), (2, True)])
+def test_norms_are_passes_over_memory(tensor: int, cut: bool) -> None:
+    """Products with a vector are no matrix products: the two of a norm read no more than the pass that is claimed."""
+    case = Case(tiny_model("llama"), Layout(tensor=tensor, sequence_parallel=cut, micro_batch=2), "fp32", "layers.0")
+    inputs = torch.randn(case.cut.rows, case.model.hidden).requires_grad_()
+    output = case.block(inputs * 1.0, case.batch)
+    with Recorder() as backward:
+        output.backward(torch.ones_like(output))
+    rows, hidden = case.cut.rows, case.model.hidden
+    assert backward.vectors == {(hidden, rows): 2, (rows, hidden): 2}
+    (norm,) = (op for op in case.claims().input_gradient if op.name == "norm1 gradient")
+    assert 2 * rows * hidden * 4 <= norm.bytes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_embedding_keeps_a_mask_at_most(tensor: int, style: str, dropout: float) -> None:
+    """No products; of what it makes, backward reads the mask, and which rows of the tables each token took."""
+    model = tiny_model(style, dropout=dropout)
+    case = Case(model, Layout(tensor=tensor, micro_batch=2), "fp32", "embedding")
+    with Recorder() as forward:
+        output = case.block(None, case.batch)  # type: ignore[arg-type]
+    kept = forward.alive(output, case.batch.tokens, case.batch.sequences, *case.lasting)
+    claims = operations.embedding(model, case.cut, case.kernels)
+    assert not forward.products
+    beyond = Counter(kept) - Counter(int(tensor.bytes) for tensor in claims.kept)
+    assert max(beyond) <= 8 * case.cut.tokens and sum(beyond.values()) <= 4, beyond
+    assert all(tensor.bytes in kept for tensor in claims.kept)
 
 
 def test_a_tensor_hidden_on_a_context_is_found() -> None:

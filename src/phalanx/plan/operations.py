@@ -78,7 +78,8 @@ class Block:
 class Kernels:
     """How an engine does it.
 
-    `attention`: "flash" never stores scores, "math" does. `selective`: what selective recompute makes again: the
+    `attention`: "flash" never stores scores, "math" does; without `fused_dropout`, "flash" stores them as well where
+    attention has dropout, and each query head has keys and values of its own. `selective`: what is made again: the
     attention "core" (Korthikanti et al., section 5), or what is "cheap": norms, activation, inputs of linear layers.
     `keep_gathered`: share of linear layers that keep their gathered input under sequence parallelism, instead of
     gathering it again.
@@ -90,6 +91,7 @@ class Kernels:
     """
 
     attention: Literal["flash", "math"] = "flash"
+    fused_dropout: bool = True
     selective: Literal["core", "cheap"] = "core"
     keep_gathered: float = 0.0
     masks: Literal["none", "byte", "factor"] = "none"
@@ -150,23 +152,31 @@ def attention(cut: Cut, kernels: Kernels, dropout: bool) -> Block:
     stored (FlashAttention-2, arXiv 2307.08691). Math: full score matrices, each stored in compute precision."""
     batch, e = cut.micro_batch * cut.heads, cut.element
     moved = (2 * cut.q + 2 * cut.kv) * cut.tokens * e
-    if kernels.attention == "flash":
+    if not _writes_scores(kernels, dropout):
         common = {"m": cut.queries, "n": cut.keys / 2, "k": cut.head_dim, "batch": batch}
         first = Operation(name="attention", kind="attention", bytes=moved, products=2, **common)
         second = Operation(name="attention gradient", kind="attention", bytes=2 * moved, products=5, **common)
         kept = [Kept(name="log-sum-exp", bytes=cut.statistic * cut.tokens * cut.heads)]
         return Block(forward=(first,), input_gradient=(second,), weight_gradient=(), kept=tuple(kept))
     scores = batch * cut.queries * cut.keys
-    dropped, mask = (2 * e, scores) if dropout else (0, 0)
+    wide = {"none": 1, "byte": 1, "factor": e}[kernels.masks]
+    dropped, mask = (2 * e, wide * scores) if dropout else (0, 0)
     kept = [Kept(name="softmax", bytes=e * scores)]
     if dropout:
-        kept += [Kept(name="dropped softmax", bytes=e * scores), Kept(name="softmax mask", bytes=scores)]
+        kept += [Kept(name="dropped softmax", bytes=e * scores), Kept(name="softmax mask", bytes=mask)]
+    if kernels.attention == "flash":  # written out in plain passes: scaled, then what comes later hidden
+        dropped = dropped + 4 * e
+        kept.append(Kept(name="later positions", bytes=cut.queries * cut.keys))
     blocks = (
         _product("scores", batch, cut.queries, cut.keys, cut.head_dim, e),
         elementwise("softmax", (2 * e + dropped) * scores + mask, (3 * e + dropped) * scores + mask, kept),
         _product("values", batch, cut.queries, cut.head_dim, cut.keys, e),
     )
     return join(blocks)
+
+
+def _writes_scores(kernels: Kernels, dropout: bool) -> bool:
+    return kernels.attention == "math" or (dropout and not kernels.fused_dropout)
 
 
 def repeated(block: Block) -> Block:
@@ -231,6 +241,8 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """One transformer layer: norm, attention, residual, norm, feed-forward, residual."""
     e, cheap = cut.element, kernels.selective == "cheap"
     core = attention(cut, kernels, model.attention_dropout > 0)
+    apart = kernels.attention == "flash" and _writes_scores(kernels, model.attention_dropout > 0)
+    heads = dict.fromkeys("qkv", cut.tokens * cut.q) if apart else {"q, k, v": cut.tokens * (cut.q + 2 * cut.kv)}
     linear_input = (cut.rows + (cut.tokens - cut.rows) * kernels.keep_gathered) * cut.hidden * e
     copied = np.where(cut.kv_copied, 1, 0) if np.ndim(cut.kv_copied) else int(cut.kv_copied)
     own_kv = 2 * cut.kv * (1 - copied)
@@ -244,7 +256,7 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
             linear("kv", cut.tokens, cut.hidden, 2 * cut.kv, cut, kernels, count=copied, pieces=opens),
             head_norms(cut) if model.qk_norm else join(()),
             elementwise("rotary", 2 * rotary, 2 * rotary),
-            _keeps("q, k, v", cut.tokens * (cut.q + 2 * cut.kv) * e),
+            *(_keeps(name, size * e) for name, size in heads.items()),
             core if cheap else repeated(core),
             _keeps("attention output", cut.tokens * cut.q * e),
             linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels, pieces=closes),
@@ -294,10 +306,13 @@ def _keeps(name: str, num_bytes: Size, *, again: bool = False) -> Block:
     return Block(forward=(), input_gradient=(), weight_gradient=(), kept=(kept,))
 
 
-def embedding(model: ModelSpec, cut: Cut) -> Block:
-    """Rows of the table for each token (and its position), with dropout; backward adds rows into the gradient."""
+def embedding(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
+    """Rows of the table for each token (and its position), with dropout; backward adds rows into the gradient. The
+    tokens are the micro-batch's own."""
     wide = cut.tokens * cut.hidden * cut.element
-    return elementwise("embedding", 2 * wide, 3 * wide, [Kept(name="tokens", bytes=8 * cut.tokens)])
+    mask = {"none": 0, "byte": 1, "factor": cut.element}[kernels.masks] * cut.rows * cut.hidden
+    kept = [Kept(name="embedding mask", bytes=mask)] if model.dropout and kernels.masks != "none" else []
+    return elementwise("embedding", 2 * wide, 3 * wide, kept)
 
 
 def head(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:

@@ -90,7 +90,7 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
     plain = backward
     if np.any(layouts.recompute_every > 1) or layouts.recompute_layers is not None:  # else no layer is left out
         plain = price.layer(layer, places["context"], np.full_like(layouts.recompute, memory.NONE))[1]
-    embedding = operations.embedding(model, cut)
+    embedding = operations.embedding(model, cut, engine.kernels)
     head = operations.head(model, cut, engine.kernels)
     rows = np.minimum(cut.tokens, engine.kernels.head_rows) if engine.kernels.head_rows else cut.tokens
     kept, working = memory.kept_bytes(layer, cut, layouts.recompute)
