@@ -91,9 +91,8 @@ def _input_file(path: Path) -> InputFile:
     suffix, compression = _suffixes(path)
     kind = KINDS.get(suffix, "text")
     if compression and kind in ("parquet", "arrow"):
-        raise DataError(
-            f"is a compressed {suffix} file", where=str(path), instead="unpack it: Parquet is compressed inside"
-        )
+        advice = "unpack it: only text and JSON lines may be packed"
+        raise DataError(f"is a compressed {suffix} file", where=str(path), instead=advice)
     return InputFile(path=path, kind=kind, compression=compression, num_bytes=path.stat().st_size)
 
 

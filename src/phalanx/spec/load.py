@@ -19,8 +19,8 @@ from phalanx.errors import SpecError
 from phalanx.spec import clusters, document, models
 from phalanx.spec.cluster import ClusterSpec, Device
 from phalanx.spec.document import Document
-from phalanx.spec.job import PYTHON_STDLIB, CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.job import PYTHON_STDLIB, Batch, CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
+from phalanx.spec.model import Layers, ModelSpec
 from phalanx.spec.schema import Checker, Count, Hints, Part, Whole, hints, required, shown, suggest
 
 
@@ -31,7 +31,7 @@ class LayoutKeys(TypedDict, total=False):
     context: Count
     data: Count
     pipeline: Count
-    micro_batch: Count
+    micro_batch: Batch
     schedule: str
     virtual_stages: Count
     stage_layers: tuple[Whole, ...]
@@ -39,7 +39,7 @@ class LayoutKeys(TypedDict, total=False):
     zero_group: Whole
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
-    recompute_every: Count
+    recompute_every: Layers
     recompute_layers: tuple[Whole, ...]
     bucket_bytes: Count
     reduce: Literal["fp32", "bf16", "fp16", "powersgd", "top-k"]

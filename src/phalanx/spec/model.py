@@ -18,6 +18,8 @@ Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Positions = Literal["learned", "rope"]
 
+Layers = Annotated[int, Range(at_least=1, at_most=100_000)]  # more is a slip, and would keep the planner busy
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
@@ -49,7 +51,7 @@ class ModelSpec:
     """
 
     name: str
-    num_layers: Annotated[int, Range(at_least=1, at_most=100_000)]  # more is a slip, and would keep the planner busy
+    num_layers: Layers
     hidden: Count
     num_heads: Count
     num_kv_heads: Count

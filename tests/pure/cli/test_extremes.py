@@ -36,6 +36,8 @@ def _run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"plan run.toml --set cluster.devices_per_node={HUGE}", ["cluster.devices_per_node", "at most 65,536"]),
         (f"plan run.toml --set cluster.num_nodes={HUGE}", ["cluster.num_nodes", "at most 1,048,576"]),
         (f"plan run.toml --set job.global_batch={HUGE}", ["job.global_batch", "at most 1,048,576"]),
+        (f"plan run.toml --set layout.micro_batch={HUGE}", ["layout.micro_batch", "at most 1,048,576"]),
+        (f"plan run.toml --set layout.recompute_every={HUGE}", ["layout.recompute_every", "at most 100,000"]),
         ("train run.toml --set layout.data=1000000007", ["layout.data=1000000007: 1,000,000,007 processes"]),
         (f"plan run.toml --set layout.tensor={HUGE} --set layout.data=2", [f"layout.tensor={HUGE}: ", "processes"]),
         ("schedule show --pipeline 4 --micro-batches 100000000", ["100,000,000 micro-batches on 4 stages", "50,000"]),
