@@ -28,8 +28,8 @@ from phalanx.trainer.flat import Weight, add_product
 Again = Callable[[], Tensor]
 """Makes a tensor a second time, for backward, from what is kept anyway."""
 
-Multiply = Callable[[slice, Tensor], object]
-"""Computes the rows of a matrix product that belong to a range of tokens, into a tensor of their size."""
+Multiply = Callable[..., object]
+"""Computes rows of a matrix product into its first argument from the same rows of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,14 @@ class TensorParallel:
         out = inputs.new_empty(inputs.shape[0] * self.comm.size, *inputs.shape[1:])
         return out, self.comm.all_gather(inputs.contiguous(), out=out, purpose=purpose, async_op=True)
 
-    def gather_into_product(
-        self, inputs: Tensor, multiply: Callable[[Tensor, Tensor], object], out: Tensor, purpose: str
-    ) -> Tensor:
-        """Gather `inputs` and have `multiply(inputs, out)` compute `out` [all tokens, …] from them, chunk by chunk.
+    def gather_into_product(self, inputs: Tensor, multiply: Multiply, out: Tensor, purpose: str) -> Tensor:
+        """Gather `inputs` and have `multiply(out, inputs)` compute `out` [all tokens, …] from them, chunk by chunk.
 
         Returns what was gathered.
         """
         if not self.cuts_tokens or self.num_chunks == 1:
             whole = self.gather(inputs, purpose)
-            multiply(whole, out)
+            multiply(out, whole)
             return whole
         arriving = []
         for chunk in inputs.contiguous().chunk(self.num_chunks):
@@ -123,42 +121,50 @@ class TensorParallel:
             work.wait()
             for tokens, rows in zip(ranges, every, strict=True):
                 whole[tokens] = rows
-                multiply(rows, out[tokens])
+                multiply(out[tokens], rows)
         return whole
 
-    def reduce_product(self, multiply: Multiply, partial: Tensor, purpose: str) -> tuple[Tensor, list[Work]]:
-        """Have `multiply(tokens, rows)` compute this rank's product [all tokens, features] and sum it over ranks, chunk
-        by chunk. `partial` is room for it. Returns [tokens, features], there when all works have been waited for."""
+    def reduce_product(
+        self, multiply: Multiply, sources: Sequence[Tensor], partial: Tensor, purpose: str
+    ) -> tuple[Tensor, list[Work]]:
+        """Have `multiply(partial, *sources)` compute this rank's product [all tokens, features] from `sources` [all
+        tokens, …] and sum it over ranks, chunk by chunk. Returns [tokens, features], there when all works have been
+        waited for. `partial` is room for the product."""
+        out = self._room_for_sum(partial)
+        if self.num_chunks == 1:
+            multiply(partial, *sources)
+            return out, [self._start_reduce(partial, out, purpose)]
         works = []
-        if not self.cuts_tokens:
-            for (tokens,) in self._chunks(partial.shape[0]):
-                multiply(tokens, partial[tokens])
-                works.append(self.comm.all_reduce(partial[tokens], purpose=purpose, async_op=True))
-            return partial, works
-        out = partial.new_empty(partial.shape[0] // self.comm.size, partial.shape[1])
         pairs = zip(partial.chunk(self.num_chunks), out.chunk(self.num_chunks), strict=True)
         for ranges, (product, mine) in zip(self._chunks(partial.shape[0]), pairs, strict=True):
             for tokens, rows in zip(ranges, product.chunk(len(ranges)), strict=True):
-                multiply(tokens, rows)
-            works.append(self.comm.reduce_scatter(product, out=mine, purpose=purpose, async_op=True))
+                multiply(rows, *(source[tokens] for source in sources))
+            works.append(self._start_reduce(product, mine, purpose))
         return out, works
+
+    def reduce(self, partial: Tensor, purpose: str) -> Tensor:
+        """Sum [all tokens, features] over ranks → [tokens, features], in place where tokens are not cut."""
+        out = self._room_for_sum(partial)
+        self._start_reduce(partial, out, purpose).wait()
+        return out
+
+    def _room_for_sum(self, partial: Tensor) -> Tensor:
+        return (
+            partial.new_empty(partial.shape[0] // self.comm.size, *partial.shape[1:]) if self.cuts_tokens else partial
+        )
+
+    def _start_reduce(self, partial: Tensor, out: Tensor, purpose: str) -> Work:
+        if self.cuts_tokens:
+            return self.comm.reduce_scatter(partial, out=out, purpose=purpose, async_op=True)
+        return self.comm.all_reduce(partial, purpose=purpose, async_op=True)
 
     def _chunks(self, num_tokens: int) -> Iterator[list[slice]]:
         """The tokens of each chunk: one range or, where tokens are cut, an equal one from every rank's slice."""
-        parts = self.comm.size if self.cuts_tokens and self.num_chunks > 1 else 1
+        parts = self.comm.size if self.cuts_tokens else 1
         length = num_tokens // (parts * self.num_chunks)
         for chunk in range(self.num_chunks):
             starts = [(part * self.num_chunks + chunk) * length for part in range(parts)]
             yield [slice(start, start + length) for start in starts]
-
-    def reduce(self, partial: Tensor, purpose: str) -> Tensor:
-        """Sum [all tokens, features] over ranks → [tokens, features], in place where tokens are not cut."""
-        if not self.cuts_tokens:
-            self.comm.all_reduce(partial, purpose=purpose)
-            return partial
-        out = partial.new_empty(partial.shape[0] // self.comm.size, *partial.shape[1:])
-        self.comm.reduce_scatter(partial, out=out, purpose=purpose)
-        return out
 
 
 def _apply(function: type[Function], *arguments: Any) -> Tensor:
@@ -199,8 +205,9 @@ class _Column(Function):
         ctx.weights, ctx.biases, ctx.parallel, ctx.purpose = weights, biases, parallel, purpose
         widths = [weight.value.shape[0] for weight in weights]
 
-        def multiply(rows: Tensor, out: Tensor) -> None:
-            for index, (weight, columns) in enumerate(zip(weights, out.split(widths, 1), strict=True)):
+        def multiply(out: Tensor, rows: Tensor) -> None:
+            parts = out.split(widths, 1) if len(widths) > 1 else (out,)
+            for index, (weight, columns) in enumerate(zip(weights, parts, strict=True)):
                 _linear(rows, weight, biases[index] if biases else None, columns)
 
         num_tokens = inputs.shape[0] * (parallel.comm.size if parallel.cuts_tokens else 1)
@@ -217,13 +224,13 @@ class _Column(Function):
         if ctx.again is not None:  # on its way while the input gradient is computed
             inputs, arrival = parallel.start_gather(inputs, f"{ctx.purpose} input")
 
-        def multiply(tokens: slice, out: Tensor) -> None:
-            torch.mm(grads[0][tokens], weights[0].value, out=out)
+        def multiply(out: Tensor, *grads: Tensor) -> None:
+            torch.mm(grads[0], weights[0].value, out=out)
             for weight, grad in zip(weights[1:], grads[1:], strict=True):
-                out.addmm_(grad[tokens], weight.value)
+                out.addmm_(grad, weight.value)
 
         partial = output_grad.new_empty(output_grad.shape[0], weights[0].value.shape[1])
-        input_grad, works = parallel.reduce_product(multiply, partial, f"{ctx.purpose} input gradient")
+        input_grad, works = parallel.reduce_product(multiply, grads, partial, f"{ctx.purpose} input gradient")
         # The weight gradient is computed while the input gradient is on its way.
         arrival.wait()
         for weight, grad in zip(weights, grads, strict=True):
@@ -262,16 +269,15 @@ class _Row(Function):
         ctx.weight, ctx.bias, ctx.parallel, ctx.purpose = weight, bias, parallel, purpose
         ctx.has_residual = residual is not None
         # Where all ranks hold the same residual, the first one's matrix product adds it before the sum over ranks.
-        added = residual if not parallel.cuts_tokens and parallel.comm.index == 0 else None
+        adds = residual is not None and not parallel.cuts_tokens and parallel.comm.index == 0
+        sources = (residual, inputs) if adds else (inputs,)
+        transposed = weight.value.t()
 
-        def multiply(tokens: slice, out: Tensor) -> None:
-            if added is None:
-                torch.mm(inputs[tokens], weight.value.t(), out=out)
-            else:
-                torch.addmm(added[tokens], inputs[tokens], weight.value.t(), out=out)
+        def multiply(out: Tensor, *rows: Tensor) -> None:
+            (torch.addmm if adds else torch.mm)(*rows, transposed, out=out)
 
         partial = inputs.new_empty(inputs.shape[0], weight.value.shape[0])
-        output, works = parallel.reduce_product(multiply, partial, f"{purpose} output")
+        output, works = parallel.reduce_product(multiply, sources, partial, f"{purpose} output")
         _wait(works)
         if residual is not None and parallel.cuts_tokens:
             output.add_(residual)
@@ -285,7 +291,7 @@ class _Row(Function):
         input_grad = output_grad.new_empty(inputs.shape)
         full = ctx.parallel.gather_into_product(
             output_grad,
-            lambda rows, out: torch.mm(rows, weight.value, out=out),
+            lambda out, rows: torch.mm(rows, weight.value, out=out),
             input_grad,
             f"{ctx.purpose} output gradient",
         )
