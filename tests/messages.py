@@ -9,7 +9,8 @@ import numpy as np
 from phalanx.data.source import Batch
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
-from phalanx.plan.traffic import Message, traffic
+from phalanx.plan.stage_traffic import Message
+from phalanx.plan.traffic import traffic
 from phalanx.trainer import loop
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.guards import Guards

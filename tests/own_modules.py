@@ -10,6 +10,7 @@ from helpers import run_worlds
 from tiny import tiny_model
 from torch import Tensor, nn
 
+from phalanx.own.blocks import Blocks
 from phalanx.own.prepare import prepared
 from phalanx.own.step import Step
 from phalanx.own.units import named_tensors
@@ -19,7 +20,7 @@ from phalanx.plan.module import ModulePlan
 from phalanx.spec.job import JobSpec, OptimizerSpec
 from phalanx.trainer.world import World
 
-BATCH = 8
+BATCH, WIDTH = 8, 12
 
 
 class Residual(nn.Module):
@@ -52,6 +53,62 @@ class Small(nn.Module):
 def small() -> nn.Module:
     torch.manual_seed(0)
     return Small()
+
+
+class Block(nn.Module):
+    """A block that takes and returns more than one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor, table: Tensor, places: Tensor) -> Tensor:
+        moved = (hidden + table[places]) * self.gain
+        return hidden + self.down(F.gelu(self.up(self.norm(moved))))
+
+
+class Decoder(nn.Module):
+    """Six blocks inside another module, a table without gradients, whole numbers, and a parameter before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.model = nn.Module()
+        self.model.enter = nn.Linear(4, WIDTH)
+        self.model.layers = nn.ModuleList(Block() for _ in range(6))
+        self.model.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("table", torch.randn(5, WIDTH))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        state = before(self, (images,))
+        for layer in self.model.layers:
+            state = block(layer, state)
+        return after(self, state, (images,))
+
+
+def before(module: nn.Module, batch: Any) -> dict[str, Any]:
+    hidden = module.model.enter(batch[0].flatten(1).unflatten(1, (4, 4)))
+    hidden = torch.cat([module.token.expand(len(hidden), 1, WIDTH), hidden], 1)
+    return {"hidden": hidden, "table": module.table * 1.0, "more": [torch.arange(5), None, "text"]}
+
+
+def block(layer: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "hidden": layer(state["hidden"], state["table"], state["more"][0])}
+
+
+def after(module: nn.Module, state: dict[str, Any], batch: Any) -> Tensor:
+    return module.head(module.model.norm(state["hidden"]).mean(1))
+
+
+BLOCKS = Blocks(path="model.layers", before=before, block=block, after=after)
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder()
 
 
 def images(step: int = 0, size: int = BATCH) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 The names below are public: what a run file holds, what a plan is made of, and the functions between them. Each is
 loaded when it is first asked for, so that importing the package costs nothing; only those that train a module of one's
-own (docs/own-models.md) load torch.
+own, and the layers in `phalanx.nn` (docs/own-models.md), load torch.
 """
 
 from importlib import import_module
@@ -23,7 +23,8 @@ _HOMES = {
     "phalanx.plan.plan": ("Plan", "Prediction"),
     "phalanx.plan.schedule": ("Schedule", "schedule"),
     "phalanx.plan.shards": ("Buffer", "rank_buffers"),
-    "phalanx.plan.traffic": ("Message", "traffic"),
+    "phalanx.plan.stage_traffic": ("Message",),
+    "phalanx.plan.traffic": ("traffic",),
     "phalanx.planner.search": ("predict", "search"),
     "phalanx.rundir": ("RunDir",),
     "phalanx.spec.cluster": ("ClusterSpec",),
@@ -37,6 +38,8 @@ __all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module("phalanx.nn")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(home), name)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import RankFailed
-from own_modules import gradients_of, images, load_kernels_without_data, module_plan, on_ranks, relative, step_in
+from own_modules import (
+    BLOCKS,
+    WIDTH,
+    cross_entropy,
+    decoder,
+    gradients_of,
+    images,
+    load_kernels_without_data,
+    module_plan,
+    on_ranks,
+    relative,
+    step_in,
+)
 from torch import Tensor, nn
 
 from phalanx.errors import InputError
@@ -19,73 +30,6 @@ from phalanx.plan.module import ModulePlan
 from phalanx.trainer.world import World
 
 load_kernels_without_data()
-
-WIDTH = 12
-
-
-class Block(nn.Module):
-    """A block that takes and returns more than one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, hidden: Tensor, table: Tensor, places: Tensor) -> Tensor:
-        moved = (hidden + table[places]) * self.gain
-        return hidden + self.down(F.gelu(self.up(self.norm(moved))))
-
-
-class Decoder(nn.Module):
-    """Six blocks inside another module, a table without gradients, whole numbers, and a parameter before the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.model = nn.Module()
-        self.model.enter = nn.Linear(4, WIDTH)
-        self.model.layers = nn.ModuleList(Block() for _ in range(6))
-        self.model.norm = nn.LayerNorm(WIDTH)
-        self.register_buffer("table", torch.randn(5, WIDTH))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        state = before(self, (images,))
-        for layer in self.model.layers:
-            state = block(layer, state)
-        return after(self, state, (images,))
-
-
-@dataclass
-class State:
-    """What the blocks pass on. Torch does not know it as a nest."""
-
-
-def before(module: nn.Module, batch: Any) -> dict[str, Any]:
-    hidden = module.model.enter(batch[0].flatten(1).unflatten(1, (4, 4)))
-    hidden = torch.cat([module.token.expand(len(hidden), 1, WIDTH), hidden], 1)
-    return {"hidden": hidden, "table": module.table * 1.0, "more": [torch.arange(5), None, "text"]}
-
-
-def block(layer: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "hidden": layer(state["hidden"], state["table"], state["more"][0])}
-
-
-def after(module: nn.Module, state: dict[str, Any], batch: Any) -> Tensor:
-    return module.head(module.model.norm(state["hidden"]).mean(1))
-
-
-BLOCKS = Blocks(path="model.layers", before=before, block=block, after=after)
-
-
-def decoder() -> nn.Module:
-    torch.manual_seed(0)
-    return Decoder()
-
-
-def cross_entropy(output: Tensor, batch: Any) -> Tensor:
-    return F.cross_entropy(output, batch[1])
 
 
 def train(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
+from phalanx.plan.stage_traffic import COMPUTE_BYTES
 from phalanx.plan.states import StateBytes, state_bytes
-from phalanx.plan.traffic import COMPUTE_BYTES
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.world import World
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.own.linear import Target
+from phalanx.own.layers import Target
 from phalanx.own.units import Held, Unit
 from phalanx.trainer.data_parallel import DataParallel
 

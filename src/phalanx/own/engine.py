@@ -13,7 +13,7 @@ from phalanx.errors import InputError
 from phalanx.own.blocks import Blocks, Cut, held_stages
 from phalanx.own.chain import Chain
 from phalanx.own.exchange import boundaries
-from phalanx.own.linear import normalize_in_fp32
+from phalanx.own.layers import fit_types
 from phalanx.own.nest import cast_floats, tensors
 from phalanx.own.stage import Forward, ModuleBatch, ModuleStage, Tally, WholeModule
 from phalanx.own.units import Unit, buffers, flat_layout, shares
@@ -21,6 +21,7 @@ from phalanx.plan.comm import Comm
 from phalanx.plan.groups import data_groups
 from phalanx.plan.layout import Coord
 from phalanx.plan.module import ModulePlan, ModuleTensor
+from phalanx.plan.module_traffic import ModuleShape
 from phalanx.plan.schedule import Action, forward_only, schedule
 from phalanx.plan.shards import Rectangle
 from phalanx.trainer.data_parallel import DataParallel
@@ -70,7 +71,7 @@ class ModuleEngine:
             if not parameter.requires_grad and not parameter.is_meta:
                 parameter.data = parameter.data.to(self._compute)
         if self._compute == torch.bfloat16:
-            normalize_in_fp32(module)
+            fit_types(module)
         self._tally, self._averages_buffers = Tally(device), average_buffers
         runners = self._chains if self._cut else [WholeModule(module, forward)]
         self.stages = [
@@ -170,16 +171,18 @@ class ModuleEngine:
 
     def synchronize(self) -> None:
         """Make replicas' buffers one: floating ones become their mean. Gradients are whole already."""
-        if not self._averages_buffers:
-            return
-        comm = self.comm("data")
-        found = [tensor for tensor in self._held(buffers(self.module)).values() if tensor.is_floating_point()]
+        comm, found = self.comm("data"), self._averaged()
         if found and comm.size > 1:
             # In float64, three equal float32 values have themselves as their mean.
             flat = torch.cat([tensor.detach().double().flatten() for tensor in found])
             comm.all_reduce(flat, purpose="buffers")
             for tensor, mean in zip(found, (flat / comm.size).split([t.numel() for t in found]), strict=True):
                 tensor.copy_(mean.view(tensor.shape))
+
+    def _averaged(self) -> list[Tensor]:
+        """Buffers that replicas make their mean."""
+        held = self._held(buffers(self.module)) if self._averages_buffers else {}
+        return [tensor for tensor in held.values() if tensor.is_floating_point()]
 
     def totals(self, loss: Tensor, extra: Sequence[float] = ()) -> tuple[float, float, list[float]]:
         """Loss and gradient norm of the whole module and batch, the same bits on all ranks, in one small message. Each
@@ -210,6 +213,15 @@ class ModuleEngine:
         self.data.gather_parameters()
         self.data.wait_for_parameters()
         self.data.wait_for_parameters()
+
+    def shape(self) -> ModuleShape:
+        """What this rank's traffic follows from. The message between stages is known once a step has run."""
+        sizes = [pipeline.activations.nbytes for pipeline in self._pipelines.values()]
+        return ModuleShape(
+            buffers=[[unit.buffer.layout for unit in stage.blocks] for stage in self.stages],
+            message_bytes=max(sizes, default=0),
+            num_averaged=sum(tensor.numel() for tensor in self._averaged()),
+        )
 
     def unused(self) -> list[str]:
         """Trained parameters that took part in no backward of this rank's last step."""

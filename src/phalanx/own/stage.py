@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from phalanx.errors import InputError
 from phalanx.own.completion import Completion
-from phalanx.own.linear import write_products
+from phalanx.own.layers import write_products
 from phalanx.own.nest import Nest, cast_floats, tensors
 from phalanx.own.units import Unit
 from phalanx.trainer.data_parallel import DataParallel

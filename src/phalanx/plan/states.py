@@ -8,7 +8,7 @@ from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.reduction import kept_elements
 from phalanx.plan.shards import rank_buffers
-from phalanx.plan.traffic import ACCUMULATION_BYTES, COMPUTE_BYTES
+from phalanx.plan.stage_traffic import ACCUMULATION_BYTES, COMPUTE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,20 +6,16 @@ for every layout of up to 8 ranks. Bytes are payloads as `plan.comm.Comm` define
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from phalanx.plan.comm import Operation
-from phalanx.plan.groups import data_groups, head_copies_embedding, kv_copies
+from phalanx.plan.groups import head_copies_embedding, kv_copies
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
-from phalanx.plan.reduction import NARROW, WITH_ERRORS, factor_elements, num_largest
-from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer, forward_only, schedule
+from phalanx.plan.schedule import Schedule, forward_only, schedule
 from phalanx.plan.shards import Buffer, Copies, rank_stages, stage_buffers
+from phalanx.plan.stage_traffic import ACCUMULATION_BYTES, COMPUTE_BYTES, Message, StageTraffic
 from phalanx.plan.stages import Stage, recomputed_layers
-
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
-ACCUMULATION_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
 
 HEAD_ROWS = 1024
 """Rows of logits that exist at a time, for full logits are often the largest tensor of a run (formulas.md 3)."""
@@ -29,17 +25,6 @@ NUM_STATISTICS = 8
 
 NUM_VALIDATION_STATISTICS = 3
 """Float64 numbers in the message of a round of validation: summed loss, supervised tokens, votes to stop."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """`count` calls of one operation on one group for one purpose, `payload_bytes` together."""
-
-    group: str
-    purpose: str
-    operation: Operation
-    count: int
-    payload_bytes: int
 
 
 def traffic(plan: Plan, coord: Coord) -> tuple[Message, ...]:
@@ -68,13 +53,17 @@ class _Traffic:
         self.buffers = [stage_buffers(model, layout, coord, stage) for stage in self.stages]
         order = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, self.num_micro_batches)
         self.schedule: Schedule = forward_only(order) if validates else order
+        self.common = StageTraffic(
+            layout=layout, coord=coord, precision=job.precision, schedule=self.schedule, buffers=self.buffers
+        )
 
     def messages(self) -> Iterator[Message]:
         layout = self.plan.layout
         if layout.tensor > 1:
             for stage in self.stages:
                 yield from self._tensor(stage)
-        yield from self._pipeline()
+        held = self.num_tokens // layout.tensor if self.cuts_tokens else self.num_tokens
+        yield from self.common.pipeline(held * self.plan.model.hidden * self.compute_bytes)
         if layout.data > 1 and layout.zero >= 3:
             yield from self._gathers()
         if self.validates:
@@ -86,7 +75,7 @@ class _Traffic:
             yield from self._copies("kv", "kv", "kv copy gradients", when=kv_copies(self.plan.model, layout.tensor) > 1)
         yield from self._tied()
         if layout.data > 1:
-            yield from self._data()
+            yield from self.common.data()
         yield from self._numbers("loss and norm", NUM_STATISTICS)
 
     def _numbers(self, purpose: str, count: int) -> Iterator[Message]:
@@ -163,84 +152,6 @@ class _Traffic:
             size *= self.wide_bytes
             yield Message(group="tied", purpose="tied gradients", operation="all_reduce", count=1, payload_bytes=size)
 
-    def _pipeline(self) -> Iterator[Message]:
-        held = self.num_tokens // self.plan.layout.tensor if self.cuts_tokens else self.num_tokens
-        size = held * self.plan.model.hidden * self.compute_bytes
-        counts: dict[tuple[str, Operation], int] = {}
-        for action in self.schedule.actions[self.coord.pipeline]:
-            gives = self.schedule.gives(self.coord.pipeline, action)
-            needs = self.schedule.needs(self.coord.pipeline, action)
-            sides: tuple[tuple[Operation, Transfer | None], ...] = (("send", gives), ("recv", needs))
-            for operation, transfer in sides:
-                if transfer is not None and not transfer.local:
-                    purpose = "activations" if transfer.channel == FORWARD_CHANNEL else "activation gradients"
-                    counts[purpose, operation] = counts.get((purpose, operation), 0) + 1
-        for (purpose, operation), count in counts.items():
-            payload_bytes = count * size if operation == "send" else 0
-            yield Message(
-                group="pipeline", purpose=purpose, operation=operation, count=count, payload_bytes=payload_bytes
-            )
-
-    def _data(self) -> Iterator[Message]:
-        """Gradients: in buckets as backward completes them, or under ZeRO 2 block by block after every backward. They
-        are summed among the ranks that share one whole, then each shard among those that hold it. New parameters: once
-        under ZeRO 1 and 2, block by block where that overlaps the next forward; `_gathers` has those of ZeRO 3."""
-        layout = self.plan.layout
-        zero, (shards, replicas) = (layout.zero if layout.num_shards > 1 else 0), data_groups(layout)
-        buckets = self._buckets()
-        if not buckets:
-            return
-        elements = sum(buffer.num_elements for bucket in buckets for buffer in bucket)
-        if layout.reduce in WITH_ERRORS:
-            yield from self._parts_of_gradients(buckets)
-        else:
-            count = sum(map(len, buckets)) if zero >= 2 else len(buckets)
-            repeats = self.num_micro_batches if zero >= 2 else 1
-            if layout.num_shards > 1:
-                yield from self._gradients(shards, "reduce_scatter", count * repeats, elements * repeats)
-            if layout.num_shards < layout.data:
-                yield from self._gradients(replicas, "all_reduce", count, elements // layout.num_shards)
-        if zero in (1, 2):
-            yield self._parameters(sum(map(len, buckets)) if layout.overlap else 1, elements)
-
-    def _gradients(self, group: str, operation: Operation, count: int, elements: int) -> Iterator[Message]:
-        """Whole gradients, in the dtype of the way; for fp16 the largest of each message is agreed on before."""
-        reduce = self.plan.layout.reduce
-        size = elements * (2 if reduce in NARROW else self.wide_bytes)
-        yield Message(group=group, purpose="gradients", operation=operation, count=count, payload_bytes=size)
-        if reduce == "fp16":
-            size = count * self.wide_bytes
-            yield Message(
-                group=group, purpose="gradient scale", operation="all_reduce", count=count, payload_bytes=size
-            )
-
-    def _parts_of_gradients(self, buckets: Sequence[Sequence[Buffer]]) -> Iterator[Message]:
-        """PowerSGD: left factors and what is no matrix, then right factors. Top-k: values and places."""
-        layout = self.plan.layout
-        operation: Operation = "all_gather" if layout.reduce == "top-k" else "all_reduce"
-        for bucket in buckets:
-            if layout.reduce == "top-k":
-                sent = [2 * layout.data * sum(num_largest(buffer, layout.reduce_fraction) for buffer in bucket)]
-            else:
-                sent = [
-                    sum(each) for each in zip(*(factor_elements(b, layout.reduce_rank) for b in bucket), strict=True)
-                ]
-            count, size = sum(map(bool, sent)), sum(sent) * self.wide_bytes
-            yield Message(group="data", purpose="gradients", operation=operation, count=count, payload_bytes=size)
-
-    def _parameters(self, count: int, elements: int) -> Message:
-        shards, size = data_groups(self.plan.layout)[0], elements * self.compute_bytes
-        return Message(group=shards, purpose="parameters", operation="all_gather", count=count, payload_bytes=size)
-
-    def _buckets(self) -> list[list[Buffer]]:
-        """Buffers as their gradients become final, in buckets of at least `bucket_bytes` each, but for the last one."""
-        buckets: list[list[Buffer]] = [[]]
-        for buffer in self._completed():
-            if sum(member.num_elements for member in buckets[-1]) * self.wide_bytes >= self.plan.layout.bucket_bytes:
-                buckets.append([])
-            buckets[-1].append(buffer)
-        return [bucket for bucket in buckets if bucket]
-
     def _gathers(self) -> Iterator[Message]:
         """ZeRO 3 makes buffers whole: a layer's for its forward and again for its backward; the embedding's for its
         forward; the head's for the time from a forward to its backward (in validation, for its forward), and with it
@@ -261,18 +172,10 @@ class _Traffic:
                 count += len(needed)
                 elements += sum(each.num_elements for each in needed)
         if self.plan.layout.num_shards > 1:
-            yield self._parameters(count, elements)
+            yield self.common.parameters(count, elements)
 
     def _shared_embedding(self) -> list[Buffer]:
         """The embedding's buffer, if a tied head on this rank uses it."""
         buffers = {buffer.name: buffer for chunk in self.buffers for buffer in chunk}
         both = self.plan.model.tied and {"embedding", "head"} <= buffers.keys()
         return [buffers["embedding"]] if both else []
-
-    def _completed(self) -> Iterator[Buffer]:
-        """Buffers in the order in which their gradients become final: chunk by chunk as the schedule finishes them,
-        within a chunk from the last block to the first."""
-        last = self.schedule.last_to_add(self.coord.pipeline)
-        actions = self.schedule.actions[self.coord.pipeline]
-        for chunk in sorted(last, key=lambda chunk: actions.index(last[chunk])):
-            yield from reversed(self.buffers[chunk])

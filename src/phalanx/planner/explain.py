@@ -11,8 +11,9 @@ import numpy as np
 from phalanx.plan.groups import AXIS_OF
 from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
+from phalanx.plan.stage_traffic import COMPUTE_BYTES, Message
 from phalanx.plan.stages import split
-from phalanx.plan.traffic import COMPUTE_BYTES, Message, traffic
+from phalanx.plan.traffic import traffic
 from phalanx.planner import network
 from phalanx.planner.advice import NAMES
 from phalanx.planner.compute import peak_flops

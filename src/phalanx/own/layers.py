@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from phalanx.own.nest import cast_floats
 from phalanx.trainer.flat import Weight, add_product
 
 
@@ -59,11 +60,22 @@ def _linear(layer: nn.Linear, weight: nn.Parameter, target: Target, inputs: Tens
     return product
 
 
-def normalize_in_fp32(module: nn.Module) -> None:
-    """Let batch norms compute in fp32, in which their statistics are kept, whatever their inputs and weights are."""
+def fit_types(module: nn.Module) -> None:
+    """Let torch's layers take their inputs in the type of their weights, where a buffer or an input of another type
+    has widened them on the way; and batch norms compute in fp32, in which their statistics are kept."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             layer.forward = functools.partial(_batch_norm, layer)
+        elif type(layer).__module__.startswith("torch.nn.") and any(_weights(layer)) and not any(layer.children()):
+            layer.register_forward_pre_hook(_cast_inputs)
+
+
+def _weights(layer: nn.Module) -> Iterator[torch.dtype]:
+    return (parameter.dtype for parameter in layer.parameters(recurse=False) if parameter.is_floating_point())
+
+
+def _cast_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return cast_floats(inputs, next(_weights(layer)))
 
 
 def _batch_norm(layer: _BatchNorm, inputs: Tensor) -> Tensor:
