@@ -71,8 +71,8 @@ def building(folder: Path, tokenizer: Tokenizer, *, is_bytes: bool) -> Callable[
     def build() -> None:
         (folder / "parts").mkdir()
         writer = PartWriter(recipe, folder / "parts")
-        for number, part in enumerate(parts(find([str(folder / "a.jsonl")]))):
-            writer.write(number, part, lambda _: None)
+        for part in parts(find([str(folder / "a.jsonl")])):
+            writer.write(part, lambda _: None)
         shutil.rmtree(folder / "parts")
 
     return build

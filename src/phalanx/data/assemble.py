@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, 
 from tokenizers import Tokenizer
 
 from phalanx.data.crew import tokenize
-from phalanx.data.inputs import InputFile
-from phalanx.data.manifest import Manifest, Wish, manifest, read_manifest
+from phalanx.data.inputs import InputFile, find
+from phalanx.data.manifest import Manifest, Wish, change, manifest, read_manifest
 from phalanx.data.merge import merge
 from phalanx.data.parts import Part, parts
 from phalanx.data.records import Keys, pieces
@@ -59,9 +59,9 @@ def assemble(
         counts, bytes_per_s = _tokenize(work, recipe, aside / "parts", num_workers, console, progress)
     if not sum(each.num_documents for each in counts):
         raise DataError(f"{files_of(wanted)} without any text", where=", ".join(wish.inputs))
-    if manifest(wish, files, tokenizer_file) != wanted:
+    if manifest(wish, find(wish.inputs), tokenizer_file) != wanted:
         raise DataError("files have changed while they were read", where=", ".join(wish.inputs), instead="build again")
-    prefixes = [prefix_of(aside / "parts", number) for number in range(len(work))]
+    prefixes = [prefix_of(aside / "parts", part) for part in work]
     merge(prefixes, [each.ends for each in counts], aside / "tokens", with_mask=wish.keys.prompt is not None)
     wanted.write(aside)
     _rename(aside, folder)
@@ -69,13 +69,25 @@ def assemble(
 
 
 def _take_up(aside: Path, wanted: Manifest, console: Console) -> None:
-    """The folder aside, with what a build of the same that did not end has left, if there is any."""
-    if aside.is_dir() and _left(aside) != wanted:
-        shutil.rmtree(aside)
+    """The folder aside, with what a build that did not end has left there, as far as it serves."""
+    if aside.is_dir():
+        left = _left(aside)
+        if left is None or not _serves(left, wanted):
+            if left:
+                say(console, f"data: starting anew, not from the parts in {aside} ({change(left, wanted)})")
+            shutil.rmtree(aside)
     (aside / "parts").mkdir(parents=True, exist_ok=True)
     for leftover in (aside / "parts").glob(".*.partial"):
         leftover.unlink()
     wanted.write(aside)
+
+
+def _serves(left: Manifest, wanted: Manifest) -> bool:
+    """Whether parts of one build can be parts of another. A tokenizer that is trained changes with every file; with one
+    that is given, parts are told apart by the files that they are of."""
+    if wanted.wish.tokenizer is None:
+        return left == wanted
+    return (left.format, left.wish, left.tokenizer_file) == (wanted.format, wanted.wish, wanted.tokenizer_file)
 
 
 def _left(aside: Path) -> Manifest | None:
@@ -118,15 +130,15 @@ def _tokenize(
     work: Sequence[Part], recipe: Recipe, folder: Path, num_workers: int, console: Console, progress: Progress
 ) -> tuple[list[Counts], float]:
     """Tokenize the parts that are not finished. Returns what came of all of them, and the bytes/s of those done now."""
-    todo = {number: part for number, part in enumerate(work) if read_counts(folder, number) is None}
+    todo = [part for part in work if read_counts(folder, part) is None]
     if len(todo) < len(work):
         say(console, f"data: {len(work) - len(todo):,} of {len(work):,} parts were finished before; going on")
-    num_bytes = sum(part.num_bytes for part in todo.values())
+    num_bytes = sum(part.num_bytes for part in todo)
     began = time.monotonic()
     if todo:
         tokenize(todo, recipe, folder, num_workers, _teller(num_bytes, console, progress))
     bytes_per_s = num_bytes / (time.monotonic() - began)
-    return [found for number in range(len(work)) if (found := read_counts(folder, number))], bytes_per_s
+    return [found for part in work if (found := read_counts(folder, part))], bytes_per_s
 
 
 def _teller(num_bytes: int, console: Console, progress: Progress) -> Callable[[float], None]:

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,7 +25,7 @@ PROGRAM = "import sys; from phalanx.data.crew import work; work(int(sys.argv[1])
 
 
 def tokenize(
-    todo: Mapping[int, Part], recipe: Recipe, folder: Path, num_workers: int, done: Callable[[float], None]
+    todo: Sequence[Part], recipe: Recipe, folder: Path, num_workers: int, done: Callable[[float], None]
 ) -> None:
     """Write the parts `todo` into `folder` with `num_workers` processes; `done` is told the bytes of input that they
     have got through. A single part is written here, on all cores as far as `tokenizers` can.
@@ -33,10 +33,9 @@ def tokenize(
     Raises what a worker raises (DataError, OSError), and RunError where one is killed. Finished parts stay.
     """
     if len(todo) == 1:
-        ((number, part),) = todo.items()
-        PartWriter(recipe, folder).write(number, part, done)
+        PartWriter(recipe, folder).write(todo[0], done)
         return
-    waiting, busy = iter(todo.items()), dict[Connection, int]()
+    waiting, busy = iter(todo), dict[Connection, Part]()
     with ExitStack() as stack:
         workers = {}
         for _ in range(min(num_workers, len(todo))):
@@ -56,23 +55,24 @@ def tokenize(
                     done(message)
 
 
-def _give(connection: Connection, waiting: Iterator[tuple[int, Part]], busy: dict[Connection, int]) -> None:
+def _give(connection: Connection, waiting: Iterator[Part], busy: dict[Connection, Part]) -> None:
     """The next part, if there is one, to a worker that has none."""
     following = next(waiting, None)
     if following is not None:
-        busy[connection], _ = following
+        busy[connection] = following
         with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: noticed where its answer is awaited
             connection.send(following)
 
 
-def _received(connection: Connection, process: subprocess.Popen[bytes], number: int) -> Any:
+def _received(connection: Connection, process: subprocess.Popen[bytes], part: Part) -> Any:
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError):
         code = process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         often = ", often the kernel's when memory runs out" if code == -signal.SIGKILL else ""
-        what = f"a worker {how}{often}, in part {number:,}; the finished parts are kept: run the same command again"
+        files = ", ".join(str(span.file.path) for span in part.spans[:3])
+        what = f"a worker {how}{often}, in {files}; the finished parts are kept: run the same command again"
         raise RunError(what) from None
 
 
@@ -103,8 +103,7 @@ def work(descriptor: int) -> None:
         try:
             writer = PartWriter(*connection.recv())
             while True:
-                number, part = connection.recv()
-                connection.send(writer.write(number, part, connection.send))
+                connection.send(writer.write(connection.recv(), connection.send))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise  # the builder is gone, or has no more to do
         except Exception as error:  # noqa: BLE001 (the builder raises it)

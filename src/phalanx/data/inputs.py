@@ -36,12 +36,18 @@ SPLITS = ("train", "validation", "valid", "dev", "test")  # what the parts of a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """One file, and how it is to be read: by its suffix. What no suffix tells of is text, one document per file."""
+    """One file, and how it is to be read: by its suffix. What no suffix tells of is text, one document per file.
+    `changed_ns` is the time of its last change."""
 
     path: Path
     kind: Kind
     compression: Compression
     num_bytes: int
+    changed_ns: int
+
+    def __str__(self) -> str:
+        """Path, size and time of change: what tells that it is still the same."""
+        return f"{self.path.absolute()}\0{self.num_bytes}\0{self.changed_ns}"
 
 
 def find(inputs: Sequence[str]) -> list[InputFile]:
@@ -93,7 +99,10 @@ def _input_file(path: Path) -> InputFile:
     if compression and kind in ("parquet", "arrow"):
         advice = "unpack it: only text and JSON lines may be packed"
         raise DataError(f"is a compressed {suffix} file", where=str(path), instead=advice)
-    return InputFile(path=path, kind=kind, compression=compression, num_bytes=path.stat().st_size)
+    found = path.stat()
+    return InputFile(
+        path=path, kind=kind, compression=compression, num_bytes=found.st_size, changed_ns=found.st_mtime_ns
+    )
 
 
 def _folder(folder: Path) -> list[Path]:

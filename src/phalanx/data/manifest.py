@@ -55,10 +55,7 @@ def manifest(wish: Wish, files: Sequence[InputFile], tokenizer: Path | None) -> 
     """The manifest of what would be built now."""
     digest = hashlib.sha256()
     for file in files:
-        status = file.path.stat()
-        digest.update(
-            f"{file.path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape")
-        )
+        digest.update(f"{file}\0".encode(errors="surrogateescape"))
     return Manifest(
         wish=wish,
         num_files=len(files),

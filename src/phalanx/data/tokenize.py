@@ -57,11 +57,11 @@ class PartWriter:
         self._encoder = Encoder(tokenizer, is_bytes=recipe.is_bytes)
         self._dtype = dtype_for(num_ids(tokenizer))
 
-    def write(self, number: int, part: Part, done: Callable[[float], None]) -> Counts:
+    def write(self, part: Part, done: Callable[[float], None]) -> Counts:
         """Tokenize `part` and return what came of it; `done` is told the bytes of input that it has got through.
         Raises DataError for input that is wrong, OSError for a folder that cannot be written to."""
         with_mask = self._recipe.keys.prompt is not None
-        with TokenWriter(prefix_of(self._folder, number), self._dtype, with_mask=with_mask) as writer:
+        with TokenWriter(prefix_of(self._folder, part), self._dtype, with_mask=with_mask) as writer:
             documents = _Documents(writer, self._encoder.begin, self._recipe.end_id, with_mask=with_mask)
             for batch, num_bytes in _batches(part, self._recipe.keys):
                 documents.add(batch, self._encoder.encode(batch))
@@ -73,7 +73,7 @@ class PartWriter:
             num_empty=documents.num_empty,
             ends=ends,
         )
-        _write_counts(self._folder, number, counts)
+        _write_counts(self._folder, part, counts)
         return counts
 
 
@@ -116,14 +116,14 @@ class _Documents:
         return not self._open
 
 
-def prefix_of(folder: Path, number: int) -> Path:
+def prefix_of(folder: Path, part: Part) -> Path:
     """The token file of a part."""
-    return folder / f"{number:08}"
+    return folder / part.name
 
 
-def read_counts(folder: Path, number: int) -> Counts | None:
+def read_counts(folder: Path, part: Part) -> Counts | None:
     """What came of a part; None if it is not finished. Raises DataError for a note that is no such note."""
-    path = folder / f"{number:08}.json"
+    path = folder / f"{part.name}.json"
     try:
         return Counts(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -132,9 +132,9 @@ def read_counts(folder: Path, number: int) -> Counts | None:
         raise DataError(f"is damaged: {error}", where=str(path), instead=f"delete the folder {folder.parent}") from None
 
 
-def _write_counts(folder: Path, number: int, counts: Counts) -> None:
+def _write_counts(folder: Path, part: Part, counts: Counts) -> None:
     """Written last, whole or not at all: it says that the part is finished."""
-    path = folder / f"{number:08}.json"
+    path = folder / f"{part.name}.json"
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(asdict(counts)), encoding="utf-8")
     partial.rename(path)
