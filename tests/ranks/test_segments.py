@@ -35,13 +35,18 @@ def test_each_segment_computes_the_same(dtype: torch.dtype) -> None:
     inputs, weight, grad, gates = random(40, 24), random(24), random(40, 24), random(40, 48)
     tolerance = 4 * torch.finfo(dtype).eps
     _, scale = EAGER.rms_norm(inputs, weight, 1e-5)
+    scores, factor = random(40, 50).float(), random(40).float().exp()
+    label, here = torch.randint(0, 50, (40,), generator=generator), torch.arange(40) % 3 > 0
     for name, arguments in {
         "rms_norm": (inputs, weight, 1e-5),
         "rms_norm_backward": (inputs, scale, grad, weight),
         "swiglu": (gates,),
         "swiglu_backward": (gates, grad),
+        "exponentials": (scores,),
+        "loss_gradient": (scores, factor, label, here, 0.9, 0.1 / 50),
     }.items():
-        results = [getattr(way, name)(*arguments) for way in (EAGER, traced())]
+        copies = [[each.clone() if isinstance(each, Tensor) else each for each in arguments] for _ in range(2)]
+        results = [getattr(way, name)(*given) for way, given in zip((EAGER, traced()), copies, strict=True)]
         pairs = zip(*results, strict=True) if isinstance(results[0], tuple) else [results]
         for ours, theirs in pairs:
             assert ours.dtype == theirs.dtype, name
@@ -70,7 +75,8 @@ def test_a_run_with_compiled_segments_is_the_same_run(monkeypatch: pytest.Monkey
         return traced()
 
     monkeypatch.setattr(engine, "compiled", counted)
-    (plain, plain_norms), (ours, norms) = losses(), losses(compile=True)
+    smoothed = {"label_smoothing": 0.1, "z_loss": 1e-2}
+    (plain, plain_norms), (ours, norms) = losses(**smoothed), losses(compile=True, **smoothed)
     assert len(calls) == 1
     assert ours == pytest.approx(plain, rel=1e-10)
     assert norms == pytest.approx(plain_norms, rel=1e-10)

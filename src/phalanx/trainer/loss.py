@@ -13,6 +13,7 @@ from torch.autograd import Function
 from phalanx.plan.comm import Comm
 from phalanx.plan.traffic import HEAD_ROWS
 from phalanx.trainer.flat import Weight, accumulation_dtype, add_product
+from phalanx.trainer.segments import EAGER, Segments
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 
@@ -39,13 +40,14 @@ def head_loss(
     num_supervised: int,
     objective: Objective,
     parallel: TensorParallel,
+    segments: Segments = EAGER,
 ) -> Tensor:
     """Sum over supervised tokens of `objective`, divided by `num_supervised`: a float64 scalar, equal on all ranks.
 
     `inputs` [tokens, hidden]; `labels` [all tokens], negative where not supervised. `vocabulary`: the real (not
     padding) ids that this rank holds. The gradients are computed here and now; `backward` only hands the input's on.
     """
-    result: Tensor = _HeadLoss.apply(inputs, weight, labels, vocabulary, num_supervised, objective, parallel)
+    result: Tensor = _HeadLoss.apply(inputs, weight, labels, vocabulary, num_supervised, objective, parallel, segments)
     return result
 
 
@@ -87,6 +89,7 @@ class _HeadLoss(Function):
         num_supervised: int,
         objective: Objective,
         parallel: TensorParallel,
+        segments: Segments,
     ) -> Tensor:
         rows = len(vocabulary)
         real = Weight(weight.value[:rows], weight.grad[:rows])
@@ -96,7 +99,7 @@ class _HeadLoss(Function):
         for start in range(0, inputs.shape[0], HEAD_ROWS):
             chunk = slice(start, start + HEAD_ROWS)
             loss, input_grad[chunk] = _chunk_loss(
-                inputs[chunk], real, labels[chunk], vocabulary.start, num_supervised, objective, parallel.comm
+                inputs[chunk], real, labels[chunk], vocabulary.start, num_supervised, objective, parallel.comm, segments
             )
             total += loss
         ctx.input_grad = parallel.reduce(input_grad, "head input gradient")
@@ -105,7 +108,7 @@ class _HeadLoss(Function):
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
         input_grad, ctx.input_grad = ctx.input_grad, None
-        return input_grad * output_grad.to(input_grad.dtype), *[None] * 6
+        return input_grad * output_grad.to(input_grad.dtype), *[None] * 7
 
 
 def _chunk_loss(
@@ -116,6 +119,7 @@ def _chunk_loss(
     num_supervised: int,
     objective: Objective,
     comm: Comm,
+    segments: Segments,
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient (correctness.md 22 to 24).
 
@@ -128,29 +132,22 @@ def _chunk_loss(
     supervised = labels >= 0
     local = labels - first_row
     here = supervised & (local >= 0) & (local < scores.shape[1])
-    local = local.clamp(0, scores.shape[1] - 1).unsqueeze(1)
-    linear = torch.where(here, scores.gather(1, local).squeeze(1), 0.0).mul_(kept)
+    local = local.clamp(0, scores.shape[1] - 1)
+    linear = torch.where(here, scores.gather(1, local.unsqueeze(1)).squeeze(1), 0.0).mul_(kept)
     if shared:
         linear.add_(scores.sum(1), alpha=shared)
-    highest = scores.amax(1)
-    # In place and pass by pass: several times faster on CPU than torch.softmax, which allocates.
-    scores_grad = scores.sub_(highest.unsqueeze(1)).exp_()
-    log_sum = scores_grad.sum(1).log_().add_(highest)
+    exponentials, log_sum, highest = segments.exponentials(scores)
     if comm.size > 1:
         every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
         comm.all_gather(torch.stack([log_sum, linear]).unsqueeze(0), out=every, purpose="loss")
         log_sum, linear = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
-    by_row = (highest - log_sum).exp_()
+    factor = (highest - log_sum).exp_()
     losses = log_sum - linear
     if objective.z_loss:
-        by_row.mul_(1.0 + 2.0 * objective.z_loss * log_sum)
+        factor.mul_(1.0 + 2.0 * objective.z_loss * log_sum)
         losses.add_(log_sum.square(), alpha=objective.z_loss)
-    scores_grad.mul_(by_row.unsqueeze(1))
-    scores_grad.scatter_add_(1, local, here.to(scores_grad.dtype).mul_(-kept).unsqueeze(1))
-    if shared:
-        scores_grad.sub_(shared)
     loss = torch.where(supervised, losses, 0.0).sum(dtype=torch.float64)
     scale = (supervised.to(inputs.dtype) / num_supervised).unsqueeze(1)
-    scores_grad = scores_grad.to(inputs.dtype)
+    scores_grad = segments.loss_gradient(exponentials, factor, local, here, kept, shared).to(inputs.dtype)
     add_product(weight, scores_grad, inputs * scale)
     return loss, (scores_grad @ weight.value).mul_(scale)

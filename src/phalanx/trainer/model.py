@@ -219,7 +219,7 @@ class Head:
         objective: Objective,
     ) -> None:
         self.buffer, self.weight, self.parallel = buffer, source.weights[leaf.name], parallel
-        self.objective = objective
+        self.objective, self.segments = objective, EAGER
         self.reads = (buffer,) if source is buffer else (buffer, source)
         self.reads_in_backward: tuple[FlatBuffer, ...] = ()
         self.backward_within_forward = True
@@ -229,7 +229,7 @@ class Head:
 
     def use(self, segments: Segments) -> None:
         """As `Layer.use`."""
-        self.norm.segments = segments
+        self.segments = self.norm.segments = segments
 
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Loss of `batch`."""
@@ -247,6 +247,7 @@ class Head:
             batch.num_supervised,
             self.objective,
             self.parallel,
+            self.segments,
         )
 
 

@@ -29,12 +29,18 @@ class Segments:
     `rms_norm(inputs, weight, eps)`: output, and the scale of each row in accumulation precision.
     `rms_norm_backward(inputs, scale, output_grad, weight)`: gradients of inputs and weight, the latter in accumulation
     precision. `swiglu(gate_up)`: silu(gate) × up. `swiglu_backward(gate_up, output_grad)`: gradient of `gate_up`.
+
+    `exponentials(scores)` of logits [tokens, ids]: exp(scores - row maximum), log-sum-exp and maximum of each row; the
+    scores are lost. `loss_gradient(exponentials, factor, label, here, kept, shared)`: each row times its factor, minus
+    `kept` at its label where that is `here`, minus `shared`; the exponentials are lost.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rms_norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor], Tensor]
     swiglu_backward: Callable[[Tensor, Tensor], Tensor]
+    exponentials: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    loss_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
 
 
 def _rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -68,8 +74,28 @@ def _swiglu_backward(gate_up: Tensor, output_grad: Tensor) -> Tensor:
     return grad
 
 
+def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In place and pass by pass: several times faster on CPU than torch.softmax, which allocates."""
+    highest = scores.amax(1)
+    exponentials = scores.sub_(highest.unsqueeze(1)).exp_()
+    return exponentials, exponentials.sum(1).log_().add_(highest), highest
+
+
+def _loss_gradient(
+    exponentials: Tensor, factor: Tensor, label: Tensor, here: Tensor, kept: float, shared: float
+) -> Tensor:
+    gradient = exponentials.mul_(factor.unsqueeze(1))
+    gradient.scatter_add_(1, label.unsqueeze(1), here.to(gradient.dtype).mul_(-kept).unsqueeze(1))
+    return gradient.sub_(shared) if shared else gradient
+
+
 EAGER = Segments(
-    rms_norm=_rms_norm, rms_norm_backward=_rms_norm_backward, swiglu=_swiglu, swiglu_backward=_swiglu_backward
+    rms_norm=_rms_norm,
+    rms_norm_backward=_rms_norm_backward,
+    swiglu=_swiglu,
+    swiglu_backward=_swiglu_backward,
+    exponentials=_exponentials,
+    loss_gradient=_loss_gradient,
 )
 
 
@@ -100,6 +126,20 @@ def _plain_swiglu_backward(gate_up: Tensor, output_grad: Tensor) -> Tensor:
     return torch.cat([gate_grad, output_grad * gate * sigmoid], -1)
 
 
+def _plain_exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    highest = scores.amax(1)
+    exponentials = torch.exp(scores - highest.unsqueeze(1))
+    return exponentials, exponentials.sum(1).log() + highest, highest
+
+
+def _plain_loss_gradient(
+    exponentials: Tensor, factor: Tensor, label: Tensor, here: Tensor, kept: float, shared: float
+) -> Tensor:
+    ids = torch.arange(exponentials.shape[1], device=exponentials.device)
+    target = (ids == label.unsqueeze(1)) & here.unsqueeze(1)
+    return exponentials * factor.unsqueeze(1) - target.to(exponentials.dtype) * kept - shared
+
+
 @functools.cache
 def compiled(backend: str = "inductor") -> Segments:
     """The segments as `torch.compile` makes them, at their first call: some seconds each, once per machine and shape.
@@ -126,6 +166,8 @@ def compiled(backend: str = "inductor") -> Segments:
         rms_norm_backward=fuse(_plain_rms_norm_backward),
         swiglu=fuse(_plain_swiglu),
         swiglu_backward=fuse(_plain_swiglu_backward),
+        exponentials=fuse(_plain_exponentials),
+        loss_gradient=fuse(_plain_loss_gradient),
     )
 
 
