@@ -164,10 +164,10 @@ class Layer:
         normed = self.norm1(inputs)
         again = self._again(self.norm1, inputs)
         qkv = self.parallel.column(normed, self.qkv, self.qkv_bias, "attention", again)
-        attended = self.attention(qkv, batch, self.index)
-        joined, again = _join_heads(attended), self._again(_join_heads, attended)
         if self.head_norms:
             qkv = kernels.norm_heads(qkv, self.head_norms, self.model.head_dim, self.model.norm_eps)
+        attended = self.attention(qkv, batch, self.index)
+        joined, again = _join_heads(attended), self._again(_join_heads, attended)
         middle = self._close(joined, self.out, self.out_bias, inputs, batch, "attention", again)
         normed = self.norm2(middle)
         up = self.parallel.column(normed, self.up, self.up_bias, "mlp", self._again(self.norm2, middle))
