@@ -53,7 +53,7 @@ def test_every_name_is_there():
 
 MODELS = [
     dataclasses.replace(models.named(name), dropout=0.0, attention_dropout=0.0)
-    for name in ("gpt2", "llama-3-8b", "qwen2.5-0.5b", "tiny")
+    for name in ("gpt2", "llama-3-8b", "qwen2.5-0.5b", "qwen3-0.6b", "tiny")
 ]
 
 
@@ -63,7 +63,7 @@ class TestModel:
         h, q, k, f, u = model.hidden, model.q_rows, model.kv_rows, model.ffn, 2 if model.gated else 1
         n = 2 if model.norm == "layernorm" else 1
         layer = 2 * h * (q + k) + (u + 1) * h * f + 2 * n * h
-        layer += (q + 2 * k) * model.qkv_bias + (h + u * f + h) * model.bias
+        layer += (q + 2 * k) * model.qkv_bias + (h + u * f + h) * model.bias + 2 * model.head_dim * model.qk_norm
         assert model.num_layer_parameters == layer
         positions, head = model.max_seq_len * h * (model.positions == "learned"), model.vocab * h * (not model.tied)
         assert model.num_parameters == model.vocab * h + positions + model.num_layers * layer + n * h + head

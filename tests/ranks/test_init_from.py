@@ -85,6 +85,7 @@ def test_one_step_equals_one_of_transformers(name, tmp_path):
 def _held(world, plan, run_dir):
     engine = Engine(plan, world.coord, world.comm, world.device)
     Continuation(engine, run_dir, lambda line: None).restore()
+    engine.data.wait_for_parameters()
     return collect(engine.data.slices, "parameters")
 
 
