@@ -88,6 +88,8 @@ class TestModel:
         n, rows = 2 if model.norm == "layernorm" else 1, 2 * s // (t if cuts_rows else 1)
         expected = e * (4 * rows * h + 2 * s * (2 * q + 2 * k + (u + 1) * f) / t)
         expected += w * (2 * n * rows + 2 * s * model.num_heads / t)
+        if model.qk_norm:
+            expected += 2 * s * (e * (q + 2 * k) + w * (model.num_heads + model.num_kv_heads)) / t
         block = operations.layer(model, cut_of(model, s, layout, e), operations.Kernels())
         assert block.kept_bytes == expected
 
