@@ -17,7 +17,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.legality import problems
 
 MODELS = {
-    "llama": tiny_model("llama", num_layers=5, hidden=32, ffn=48, head_dim=8, vocab=50),
+    "llama": tiny_model("llama", num_layers=5, hidden=32, ffn=48, head_dim=8, vocab=50, qk_norm=True),
     "tied llama": tiny_model("llama", num_layers=5, hidden=32, ffn=48, head_dim=8, vocab=50, tied=True),
     "gpt2": tiny_model("gpt2", num_layers=5, hidden=32, ffn=64, head_dim=8, vocab=53),
 }
