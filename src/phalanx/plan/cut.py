@@ -81,7 +81,7 @@ def cut_of(
     rows = tokens // (divisor if np.ndim(divisor) else int(divisor))
     kv_heads = model.num_kv_heads // tensor
     vocab = -(-model.vocab // (VOCAB_MULTIPLE * tensor)) * VOCAB_MULTIPLE
-    spread = np.gcd(max(1, model.num_experts), layout.data)
+    spread = expert_spread(model, layout)
     opening, closing = _pieces(tensor, divisor, layout.tensor_overlap_chunks)
     if tensor_index is not None:
         vocab = max(0, min(vocab, model.vocab - tensor_index * vocab))
@@ -107,6 +107,14 @@ def cut_of(
         expert_groups=layout.data // spread,
         opening=opening,
         closing=closing,
+    )
+
+
+def expert_spread(model: ModelSpec, layout: Any) -> Size:
+    """Neighbours on the data axis over which experts lie: `layout.expert_group`, or as many as divide both."""
+    widest = np.gcd(max(1, model.num_experts), layout.data)
+    return (
+        np.where(layout.expert_group, layout.expert_group, widest) if np.ndim(widest) else layout.expert_group or widest
     )
 
 

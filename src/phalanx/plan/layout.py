@@ -40,13 +40,13 @@ class Layout:
     `micro_batch`: sequences per forward; `schedule`, `virtual_stages`: order of the pipeline; `stage_layers`: how many
     transformer layers each (virtual) stage holds, or None to balance by cost; `zero`: what is cut over the data axis
     (0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters); `zero_group`: over how many neighbours on it, with
-    copies on the others (0: all of it); `sequence_parallel`: whether activations between half-blocks are cut along the
-    sequence over the tensor axis; `recompute`, in layers whose number `recompute_every` divides, or in the first
+    copies on the others (0: all of it); `expert_group`: over how many neighbours on it the experts of a mixture lie,
+    likewise (0: as many as divide both); `sequence_parallel`: whether activations between half-blocks are cut along
+    the sequence over the tensor axis; `recompute`, in layers whose number `recompute_every` divides, or in the first
     `recompute_layers` of each stage; `bucket_bytes`: gradients are reduced over the data axis in messages of about this
     size; `reduce`: as what they travel (see `plan.reduction`), with `reduce_rank` for PowerSGD and `reduce_fraction`
-    for top-k; `overlap`: whether messages of the data axis travel while blocks compute; `tensor_overlap_chunks`: how
-    many chunks of tokens a matrix product and the collective of the tensor axis beside it are cut into, so that they
-    alternate.
+    for top-k; `overlap`: whether messages travel while blocks compute; `tensor_overlap_chunks`: how many chunks of
+    tokens a matrix product and the collective of the tensor axis beside it are cut into, so that they alternate.
     """
 
     tensor: int = 1
@@ -59,6 +59,7 @@ class Layout:
     stage_layers: tuple[int, ...] | None = None
     zero: int = 0
     zero_group: int = 0
+    expert_group: int = 0
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     recompute_every: int = 1
@@ -122,6 +123,7 @@ class Layout:
         words += [f"{self.virtual_stages} virtual stages"] if self.virtual_stages > 1 else []
         within = f" within {self.zero_group}" if self.zero_group else ""
         words += [f"ZeRO {self.zero}{within}"] if self.zero else []
+        words += [f"experts over {self.expert_group}"] if self.expert_group else []
         words += [f"{self.reduce} reduction"] if self.reduce != "fp32" else []
         words += ["sequence parallel"] if self.sequence_parallel else []
         words += [f"{self.tensor_overlap_chunks} chunks"] if self.tensor_overlap_chunks > 1 else []

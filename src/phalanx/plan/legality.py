@@ -5,6 +5,7 @@ Nothing is repaired in silence: a layout is legal as written, or every reason wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -32,6 +33,7 @@ def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layou
         found += _stages(model.num_layers, layout)
         found += _recompute(layout)
         found += _zero_group(layout)
+        found += _expert_group(model, layout)
         found += _reduction(layout)
         found += _batch(job, layout)
         found += _devices(cluster, layout)
@@ -88,6 +90,10 @@ def _ranges(layout: Layout) -> Iterator[Problem]:
         yield _problem("zero", f"there is no ZeRO stage {layout.zero}", "zero = 0, 1, 2 or 3")
     if layout.zero_group < 0:
         yield _problem("zero_group", f"zero_group is {layout.zero_group}", "zero_group = 0 (all of data) or more")
+    if layout.expert_group < 0:
+        yield _problem(
+            "expert_group", f"expert_group is {layout.expert_group}", "expert_group = 0 (all of data) or more"
+        )
     names = {"reduce": get_args(Reduce), "recompute": get_args(Recompute), "schedule": tuple(SCHEDULES)}
     for key, known in names.items():
         if (name := getattr(layout, key)) not in known:
@@ -221,6 +227,18 @@ def _zero_group(layout: Layout) -> Iterator[Problem]:
         yield _problem("zero_group", f"zero_group {size} does not divide data {data}", f"zero_group = {near}")
     elif size == 1:
         yield _problem("zero_group", "a zero_group of 1 shares nothing", "zero = 0, or zero_group = 2 or more")
+
+
+def _expert_group(model: ModelSpec, layout: Layout) -> Iterator[Problem]:
+    size = layout.expert_group
+    if size and not model.num_experts:
+        yield _problem(
+            "expert_group", f"{model.name} has no experts to lie over {size} ranks", "leave expert_group out"
+        )
+    elif size and math.gcd(layout.data, model.num_experts) % size:
+        what = f"expert_group {size} does not divide data {layout.data} and {model.num_experts} experts"
+        near = _listed(_divisors_near(math.gcd(layout.data, model.num_experts), size))
+        yield _problem("expert_group", what, f"expert_group = {near}")
 
 
 def _reduction(layout: Layout) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ Attribute names are Layout's; wherever a formula reads `layout.tensor`, a Layout
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -57,6 +58,7 @@ class Candidates:
     recompute: Array
     zero_group: Array
     recompute_every: Array
+    expert_group: Array
     schedules: tuple[str, ...]
     bucket_bytes: int = Layout().bucket_bytes
     reduce: Reduce = "fp32"
@@ -109,12 +111,13 @@ class Candidates:
             recompute=RECOMPUTES[self.recompute[i]],
             zero_group=int(self.zero_group[i]),
             recompute_every=int(self.recompute_every[i]),
+            expert_group=int(self.expert_group[i]),
             **_shared(self),
         )
 
 
-ARRAYS = tuple(field.name for field in fields(Candidates))[:12]
-SHARED = tuple(field.name for field in fields(Candidates))[13:]
+ARRAYS = tuple(field.name for field in fields(Candidates))[:13]
+SHARED = tuple(field.name for field in fields(Candidates))[14:]
 
 
 def _shared(layouts: Candidates | Layout) -> dict[str, Any]:
@@ -162,7 +165,7 @@ def enumerate_all(
     for sizes in _sizes(model, cluster.num_devices, space, given):
         orders = np.array([(v, names.index(name)) for name, v in _orders(model, sizes[2], space, given)])
         micro_batches = np.array(_given(given, "micro_batch", divisors(max(1, job.global_batch // sizes[3]))))
-        options = np.array(_options(sizes, cluster.devices_per_node, space, given))
+        options = np.array(_options(model, sizes, cluster.devices_per_node, space, given))
         order, micro_batch, option = (
             grid.reshape(-1)
             for grid in np.meshgrid(*(np.arange(len(part)) for part in (orders, micro_batches, options)), indexing="ij")
@@ -210,9 +213,10 @@ def _chunks(model: ModelSpec, name: str, pipeline: int) -> range:
 
 
 def _options(
-    sizes: tuple[int, int, int, int], per_node: int, space: Space, given: Mapping[str, Any]
+    model: ModelSpec, sizes: tuple[int, int, int, int], per_node: int, space: Space, given: Mapping[str, Any]
 ) -> list[tuple[int, ...]]:
-    """Values of ZeRO, sequence parallelism, recompute, the group that ZeRO cuts within, and which layers recompute."""
+    """Values of ZeRO, sequence parallelism, recompute, the group that ZeRO cuts within, which layers recompute, and
+    over how many ranks experts lie."""
     tensor, context, _, data = sizes
     within = per_node // (tensor * context)
     groups = (0, within) if space.zero_in_node and 1 < within < data and data % within == 0 else (0,)
@@ -227,9 +231,13 @@ def _options(
         for every in _given(given, "recompute_every", _every(kind, space, given))
     ]
     flags = _given(given, "sequence_parallel", space.sequence_parallel if tensor > 1 else (False,))
+    # Beyond a node tokens travel slowly: experts over the ranks of one node are the other choice.
+    inside = math.gcd(model.num_experts, math.gcd(data, max(1, within)))
+    fewer = (0, inside) if 0 < inside < math.gcd(model.num_experts, data) else (0,)
+    spreads = _given(given, "expert_group", fewer if model.num_experts else (0,))
     return [
-        (zero, flag, kind, group, every)
-        for (zero, group), flag, (kind, every) in itertools.product(cuts, flags, repeats)
+        (zero, flag, kind, group, every, spread)
+        for (zero, group), flag, (kind, every), spread in itertools.product(cuts, flags, repeats, spreads)
     ]
 
 

@@ -76,7 +76,7 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     """
     columns = [layouts.tensor, layouts.context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute]
     if model.num_experts:
-        columns.append(layouts.data)
+        columns += [layouts.data, layouts.expert_group]
     first, inverse = distinct(*columns)
     return _priced(model, job, cluster, engine, layouts.take(first)).take(inverse)
 

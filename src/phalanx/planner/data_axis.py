@@ -84,6 +84,8 @@ def tail(
     across = split("all_reduce", reduced / layouts.num_shards[:, None], buckets, "replicas")
     reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0) + across)
     gather_s = np.where((zero == 1) | (zero == 2), gather, 0.0)
+    if held.experts.any():
+        reduce_s = reduce_s + _experts_s(cluster, engine, footprint, rounds)
     overlap = np.where(zero == 0, engine.data_overlap, engine.scatter_overlap)
     window = layouts.overlap * overlap * last_backward_s * rounds
     tax = compute.overlap_tax(cluster.device)
@@ -101,6 +103,17 @@ def _part_sent(layouts: Candidates, engine: Engine) -> Array:
     if layouts.reduce in NARROW:
         return part * min(1.0, 2.0 / engine.reduce_bytes)
     return part * layouts.reduce_fraction * layouts.data[:, None] if layouts.reduce == "top-k" else part
+
+
+def _experts_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint, rounds: Array) -> Array:
+    """Seconds in which the copies of each expert add their gradients; under ZeRO 1 and 2 each keeps its part and gives
+    out its parameters, as many messages as one sum."""
+    layouts, held = footprint.layouts, footprint.held
+    copies = layouts.data // held.spread * layouts.context
+    place = network.placement(cluster, copies, layouts.tensor * held.spread)
+    place = network.Placement(size=place.size[:, None], per_node=place.per_node[:, None])
+    seconds = network.collective_s(cluster, "all_reduce", held.experts * engine.reduce_bytes, place)
+    return np.asarray(seconds * np.where(layouts.zero[:, None] == 2, (rounds + 1) / 2, 1))
 
 
 def _tied_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint) -> Array:

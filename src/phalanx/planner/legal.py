@@ -39,6 +39,8 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
         "micro-batch × data does not divide the global batch": job.global_batch % (layouts.micro_batch * layouts.data)
         > 0,
         "zero_group that ZeRO cannot cut within": _wrong_group(layouts),
+        "expert_group that experts and data do not share": (layouts.expert_group > 0)
+        & (np.gcd(model.num_experts, layouts.data) % np.maximum(layouts.expert_group, 1) + (not model.num_experts) > 0),
         "reduction of whole gradients, which ZeRO cuts": (layouts.reduce in WITH_ERRORS)
         & ((layouts.zero >= 2) | ((layouts.zero == 1) & (layouts.num_shards < layouts.data))),
         "recompute_every or recompute_layers that do not fit": _wrong_recompute(layouts),

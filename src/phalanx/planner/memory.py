@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phalanx.plan.cut import Cut
+from phalanx.plan.cut import Cut, expert_spread
 from phalanx.plan.operations import Block
 from phalanx.plan.reduction import WITH_ERRORS
 from phalanx.plan.schedule import SCHEDULES
@@ -54,7 +54,7 @@ def elements(model: ModelSpec, layout: Any) -> Elements:
     norms = model.num_norm_parameters
     up_bias = ups * f if model.bias else 0 * f
     # Experts lie spread over the data axis as far as they divide (plan.cut).
-    spread = np.gcd(max(1, model.num_experts), data)
+    spread = expert_spread(model, layout)
     local = model.num_experts // spread if model.num_experts else 1
     parts = (
         2 * q * h + own_kv * h + (ups + 1) * f * h * local + model.num_experts * h,
@@ -160,15 +160,22 @@ def least(model: ModelSpec, engine: Engine, precision: str, layouts: Candidates)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """Elements of parameters on each coordinate, [layouts, coordinates]: all of them, those of `experts`, and the
-    `shard` that one rank owns where they are cut over the data axis (experts over their copies only)."""
+    `shard` that one rank owns where they are cut over the data axis (experts over their copies only); and over how many
+    data ranks experts lie, [layouts]."""
 
     elements: Array
     experts: Array
     shard: Array
+    spread: Array
 
     def take(self, index: Array) -> Held:
         """The layouts at `index`."""
-        return Held(elements=self.elements[index], experts=self.experts[index], shard=self.shard[index])
+        return Held(
+            elements=self.elements[index],
+            experts=self.experts[index],
+            shard=self.shard[index],
+            spread=self.spread[index],
+        )
 
 
 def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tuple[int, int]) -> Held:
@@ -178,11 +185,14 @@ def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tu
     count = elements(model, layouts)
     parts = layers.sum(0) * _column(count.layer) + first * _column(count.embedding) + last * _column(count.head)
     experts = layers.sum(0) * _column(count.experts)
-    copies = layouts.data // np.gcd(max(1, model.num_experts), layouts.data) if model.num_experts else layouts.data
+    spread = expert_spread(model, layouts) if model.num_experts else np.ones_like(layouts.data)
+    copies = layouts.data // spread
     group = layouts.shard_group
     sharing = group * layouts.context, np.minimum(copies, group) * layouts.context
     shard = (parts - experts) / _column(sharing[0]) + experts / _column(sharing[1])
-    return Held(elements=np.asarray(parts), experts=np.asarray(experts), shard=np.asarray(shard))
+    return Held(
+        elements=np.asarray(parts), experts=np.asarray(experts), shard=np.asarray(shard), spread=np.asarray(spread)
+    )
 
 
 def tied_elements(model: ModelSpec, layouts: Candidates, pipeline: int, ends: tuple[int, int]) -> Array:

@@ -37,6 +37,7 @@ class LayoutKeys(TypedDict, total=False):
     stage_layers: tuple[Whole, ...]
     zero: Literal[0, 1, 2, 3]
     zero_group: Whole
+    expert_group: Whole
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
     recompute_every: Layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +14,13 @@ from phalanx.errors import LayoutError
 from phalanx.plan import operations
 from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.legality import problems
 from phalanx.plan.operations import Kernels
 from phalanx.plan.shards import rank_buffers
 from phalanx.planner import memory
+from phalanx.planner.advice import step_s
 from phalanx.planner.candidates import of
+from phalanx.planner.engine import engine
 from phalanx.planner.search import predict, search
 from phalanx.spec import models
 
@@ -72,6 +77,55 @@ def test_experts_cost_messages_and_memory() -> None:
 def test_search_ranks_mixtures_for_engines_that_run_them() -> None:
     found = search(EXPERTS, JOB, CLUSTER, engine_name=ENGINE)
     assert found.plans and found.num_fitting > 100
+
+
+MACHINE = replace(CLUSTER, num_nodes=2, devices_per_node=4)
+
+
+def test_the_search_misses_no_way_to_lay_experts_out() -> None:
+    """Against every layout of plain 1F1B, one at a time; experts over all ranks that divide, or those of a node."""
+    job, runner = replace(JOB, global_batch=8), engine(ENGINE)
+    found = search(EXPERTS, job, MACHINE, {"schedule": "1f1b", "context": 1}, engine_name=ENGINE, top=3)
+    sizes = [s for s in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(s) == 8]
+    options = itertools.product((1, 2, 4, 8), runner.space.zero, (False, True), runner.space.recompute)
+    tried = []
+    for (tensor, pipeline, data), (micro_batch, zero, cut, recompute) in itertools.product(sizes, options):
+        inside = 4 // tensor
+        for group in {0, inside if 0 < inside < math.gcd(8, data) else 0}:
+            layout = Layout(
+                tensor=tensor,
+                pipeline=pipeline,
+                data=data,
+                micro_batch=micro_batch,
+                zero=zero,
+                sequence_parallel=cut,
+                recompute=recompute,
+                expert_group=group,
+            )
+            twin = (tensor == 1 and cut) or (data == 1 and zero)
+            if not twin and not problems(EXPERTS, job, MACHINE, layout):
+                tried.append(predict(EXPERTS, job, MACHINE, layout, engine_name=ENGINE))
+    assert found.num_fitting == len(tried)
+    assert {plan.layout.expert_group for plan in tried} == {0, 1, 2, 4}
+    best = sorted(step_s(plan) for plan in tried)[:3]
+    assert [step_s(plan) for plan in found.plans] == pytest.approx(best)
+
+
+def test_fewer_ranks_for_experts_mean_shorter_ways_and_more_to_hold() -> None:
+    wide, near = (Layout(data=8, expert_group=group) for group in (0, 4))
+    slow = replace(MACHINE, inter_node=replace(MACHINE.inter_node, bytes_per_s=1e9))
+    far, close = (predict(EXPERTS, JOB, slow, layout, engine_name=ENGINE).prediction for layout in (wide, near))
+    assert far is not None and close is not None
+    assert close.step_s_by_kind["tensor"] < far.step_s_by_kind["tensor"]
+    assert close.step_s_by_kind["data"] > far.step_s_by_kind["data"]  # copies of experts add their gradients
+    assert close.memory_bytes[0]["parameters"] > far.memory_bytes[0]["parameters"]
+
+
+def test_groups_that_do_not_divide_are_refused() -> None:
+    (problem,) = problems(EXPERTS, JOB, CLUSTER, Layout(data=8, expert_group=3))
+    assert problem.instead == "expert_group = 2 or 4"
+    (problem,) = problems(LLAMA, JOB, CLUSTER, Layout(data=8, expert_group=2))
+    assert "no experts" in problem.what
 
 
 def test_the_trainer_refuses_what_it_does_not_have() -> None:
