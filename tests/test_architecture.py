@@ -56,6 +56,7 @@ PUBLIC = [
     "start",
     "traffic",
     "verify",
+    "verify_module",
 ]
 
 

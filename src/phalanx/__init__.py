@@ -32,6 +32,7 @@ _HOMES = {
     "phalanx.spec.load": ("load",),
     "phalanx.spec.model": ("ModelSpec",),
     "phalanx.studies.verify": ("verify",),
+    "phalanx.studies.verify_module": ("verify_module",),
 }
 
 __all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names)])

@@ -1,0 +1,66 @@
+"""verify_module: hold the training of a module of one's own against the module alone, loss and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import CheckFailed
+from phalanx.plan.module import ModulePlan
+from phalanx.studies.compare import TOLERANCES, Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleVerdict:
+    """The outcome: the loss over the processes and alone, and all comparisons: loss and gradient norm, then
+    every gradient, the worst first."""
+
+    losses: tuple[float, float]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs by more than it may."""
+        return all(finding.ok for finding in self.findings)
+
+    def check(self) -> None:
+        """Raises CheckFailed, with what differs most, if anything does by more than it may."""
+        wrong = [finding for finding in self.findings if not finding.ok]
+        if wrong:
+            lines = [f"{each.check} {each.name}: {each.error:.1e}, allowed {each.tolerance:.0e}" for each in wrong[:8]]
+            more = f"\nand {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise CheckFailed("the layout does not compute what one process does\n" + "\n".join(lines) + more)
+
+
+def verify_module(make: Callable[[], Any], loss: Any, batch: Any, plan: ModulePlan, **options: Any) -> ModuleVerdict:
+    """Run the first step of the module that `make` builds, on `batch`, a global batch that all ranks hold: over this
+    run's processes, and alone in torch on rank 0. Every rank calls this and gets the verdict. `options` are those of
+    `phalanx.prepare`; tolerances are those of `phalanx verify`.
+
+    The module alone takes the whole batch at once, so that a mean of means over micro-batches shows; one with batch
+    norms takes the layout's micro-batches. Layers of dropout are switched off.
+    """
+    from phalanx.own.alone import compare_alone
+
+    found = compare_alone(make, loss, batch, plan, **options)
+    allowed = TOLERANCES[plan.job.precision]
+    pairs = (("loss", found.loss), ("gradient norm", found.norm))
+    totals = [
+        _finding(check, "step 1", abs(ours - alone), abs(alone), allowed.total) for check, (ours, alone) in pairs
+    ]
+    gradients, total = [], found.norm[1]
+    for name, (distance, own) in found.gradients.items():
+        rounding = allowed.gradients * own < distance <= allowed.zero * total
+        gradients.append(
+            _finding("gradients", f"{name} (of the gradient norm)", distance, total, allowed.zero)
+            if rounding
+            else _finding("gradients", name, distance, own or total, allowed.gradients)
+        )
+    gradients.sort(key=lambda finding: -finding.severity)
+    return ModuleVerdict(losses=found.loss, findings=(*totals, *gradients))
+
+
+def _finding(check: str, name: str, distance: float, reference: float, tolerance: float) -> Finding:
+    error = distance / reference if reference else distance
+    return Finding(check=check, name=name, error=error, tolerance=tolerance, where="all ranks together")
