@@ -18,6 +18,7 @@ from phalanx.plan.walk import walk
 from phalanx.planner import memory, network
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
+from phalanx.planner.search import predict
 from phalanx.spec import clusters, models
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -263,3 +264,59 @@ def test_mt_nlg_uses_replicas_of_280_devices() -> None:
 def test_mt_nlg_needs_more_than_one_node_for_its_states() -> None:
     """530B × 20 bytes are 10 TB: 'over 10 terabytes of aggregate memory' (arXiv 2201.11990, section 2.2)."""
     assert 529.6e9 * 20 > 10e12
+
+
+# ---- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.1)])
+def test_parameters_that_a_token_meets(name: str, billions: float) -> None:
+    """13B of 47B (arXiv 2401.04088, section 1), 39B of 141B (mistral.ai, 2024-04-17); a token's FLOPs follow them."""
+    model = models.named(name)
+    idle = model.num_layers * 3 * model.hidden * model.ffn * (model.num_experts - model.experts_per_token)
+    active = model.num_parameters - idle
+    assert active / 1e9 == pytest.approx(billions, rel=0.003)
+    attention = 3 * model.num_layers * 4 * 2048 * model.q_rows
+    table = model.vocab * model.hidden  # looked up, not multiplied
+    assert model.flops_per_token(2048) == pytest.approx(6 * (active - table) + attention, rel=1e-3)
+
+
+def test_eight_ranks_of_mixtral_each_hold_a_mistral() -> None:
+    """One expert on each of 8 data ranks: a dense model of the same sizes, and routers of 8 × h per layer."""
+    mixture = models.named("mixtral-8x7b")
+    dense = replace(mixture, num_experts=0, experts_per_token=0)
+    layouts, layers = of([Layout(data=8)]), np.array([[32]])
+    one, other = (memory.held_elements(model, layouts, layers, (0, 0)).elements[0, 0] for model in (mixture, dense))
+    assert one - other == 32 * 8 * 4096
+    assert other == pytest.approx(models.named("mistral-7b").num_parameters, rel=0.002)
+
+
+def test_tokens_on_their_way_to_experts() -> None:
+    """T k h × 2 bytes (formulas.md 7): 4,096 tokens to 2 of 8 experts of Mixtral are 64 MiB, of which 7/8 leave their
+    rank: 56 MiB over 234 GB/s of NVLink 3 are 251 us; over one 24 GB/s card per device, where 7/8 leave the node too,
+    2.4 ms."""
+    cut = cut_of(models.named("mixtral-8x7b"), 4096, Layout(data=8), 2)
+    payload = cut.routed_tokens * cut.hidden * cut.element
+    assert payload == 64 * MIB
+    near = clusters.named("dgx-a100")
+    inside = network.all_to_all_s(near, payload, network.placement(near, 8, 1))
+    assert float(inside) == pytest.approx(56 * MIB / 234e9 + 1.9e-6, rel=1e-3)
+    far = clusters.named("dgx-a100", num_nodes=8)
+    across = network.all_to_all_s(far, payload, network.placement(far, 8, 8))
+    assert float(across) == pytest.approx(56 * MIB / 24e9, rel=0.01)
+
+
+def test_experts_stay_in_a_node_where_the_network_is_slow() -> None:
+    """Mixtral 8x7B on 4 nodes of 8 A100, two experts' copies apart: with 1 GB/s between nodes, experts over the 8 ranks
+    of a node beat tokens that travel."""
+    cluster = clusters.named("dgx-a100", num_nodes=4)
+    slow = replace(cluster, inter_node=replace(cluster.inter_node, bytes_per_s=1e9))
+    model = replace(models.named("mixtral-8x7b"), num_experts=32)
+    job = JobSpec(global_batch=64, seq_len=4096, num_steps=1)
+    seconds = []
+    for group in (0, 8):
+        layout = Layout(data=32, zero=1, expert_group=group, recompute="full")
+        plan = predict(model, job, slow, layout, engine_name="megatron-core-2024")
+        assert plan.prediction is not None
+        seconds.append(plan.prediction.step_s_by_kind["tensor"])
+    assert seconds[1] < 0.1 * seconds[0]

@@ -29,6 +29,8 @@ WEIGHTS = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,  # huggingface.co/mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1
+    "mixtral-8x22b": 140_620_634_112,
     "mistral-7b": 7_248_023_552,  # huggingface.co/mistralai/Mistral-7B-v0.3
 }
 
