@@ -3,7 +3,7 @@ and checkpoints that go on with another layout."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,68 @@ def test_data_may_decide_which_parts_run(zero: int) -> None:
     for name, parameter in module.named_parameters():
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert relative(gradients[name], expected) < 1e-5 or gradients[name].norm() == expected.norm() == 0, name
+
+
+def test_under_zero_3_ranks_must_run_the_same_parts() -> None:
+    layout = Layout(data=2, micro_batch=4, zero=3)
+    with pytest.raises(RankFailed, match="must run the same parts of a module") as caught:
+        on_ranks(layout, with_unused, module_plan(layout), "zero")
+    assert isinstance(caught.value.cause, InputError)
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    note: str = ""
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, answer: Answer) -> Answer:
+        return Answer(answer.logits + self.inner(answer.logits), answer.note)
+
+
+class Keywords(nn.Module):
+    """Keyword-only tensors in, a dataclass out, and through its blocks, one of which is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(16, 6)
+        self.blocks = nn.ModuleList(Answering() for _ in range(2))
+
+    def forward(self, *, images: Tensor, labels: Tensor) -> Answer:
+        answer = Answer(self.enter(images.flatten(1)))
+        for block in (*self.blocks, self.blocks[0]):
+            answer = block(answer)
+        return answer
+
+
+def keyword_step(world: World, plan: ModulePlan) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    step = step_in(world, Keywords(), plan)
+    inputs, labels = images()
+    for _ in range(2):
+        step.forward_backward(step.share({"images": inputs, "labels": labels}), of_answer)
+    return gradients_of(step)
+
+
+def of_answer(answer: Answer, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(answer.logits, batch["labels"])
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_keywords_and_dataclasses_are_taken_as_they_are(zero: int) -> None:
+    layout = Layout(data=2, micro_batch=2, zero=zero)
+    torch.manual_seed(0)
+    module = Keywords()
+    inputs, labels = images()
+    of_answer(module(images=inputs, labels=labels), {"labels": labels}).backward()
+    gradients = on_ranks(layout, keyword_step, module_plan(layout))[0]
+    for name, parameter in module.named_parameters():
+        assert relative(gradients[name], parameter.grad) < 1e-5, name
 
 
 class Mixed(nn.Module):

@@ -18,6 +18,7 @@ from phalanx.errors import InputError
 from phalanx.own.completion import Completion
 from phalanx.own.layers import write_products
 from phalanx.own.nest import Nest, cast_floats, tensors
+from phalanx.own.order import Order
 from phalanx.own.units import Unit
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import Products, accumulation_dtype
@@ -158,6 +159,7 @@ class ModuleStage:
         self.hollow = False
         """While it is set, the module runs on tensors without data, and nobody needs to know."""
         self._tally, self._compute, self._scale = tally, compute, scale
+        self._order = Order(data.shards, tally.count.device, watches=data.zero == 3)
         self._rest = next((unit for unit in units if unit.module is None), None)
         write_products(module, self.completion.targets())
         if data.zero == 3:
@@ -165,7 +167,8 @@ class ModuleStage:
 
     def forward(self, inputs: Tensor | None, batch: ModuleBatch, *, last: bool) -> Tensor:
         """The message to the next stage, or the scaled loss of a micro-batch."""
-        result = self._run(inputs, batch)
+        with self._order:
+            result = self._run(inputs, batch)
         if self.runner.last:
             result = result * self._scale
         if inputs is not None and self.runner.detached:
@@ -220,9 +223,12 @@ class ModuleStage:
             watched.register_forward_hook(functools.partial(self._after, unit))
 
     def _before(self, unit: Unit, following: Unit | None, module: nn.Module, arguments: Any) -> None:
-        if not self.hollow:
-            recomputes = self.completion.running  # what follows then is not the next element
-            self.watcher.before_validation(unit, None if recomputes else following)
+        if self.hollow:
+            return
+        recomputes = self.completion.running  # what follows then is not the next element
+        if not recomputes:
+            self._order.note(self.blocks.index(unit), unit.name)
+        self.watcher.before_validation(unit, None if recomputes else following)
 
     def _after(self, unit: Unit, module: nn.Module, arguments: Any, output: Nest) -> None:
         if self.hollow:
