@@ -83,12 +83,19 @@ def cells(line: Summary) -> tuple[str, ...]:
         _range(line.step_s, line.low_s, line.high_s),
         f"{line.tokens_per_s:,.0f}",
         f"{line.flops_per_s_per_device / 1e12:,.3g}",
-        f"{line.mfu:.1%}",
+        f"{line.mfu:.0%}" if line.mfu >= 0.1 else f"{line.mfu:.1%}",
         format_bytes(line.memory_bytes),
         f"{line.communication:.1%}",
         f"{line.bubble:.1%}",
-        format_seconds(line.days * 86400),
+        _short(line.days * 86400),
     )
+
+
+def _short(seconds: float) -> str:
+    """As `47 min` or `8.9 d`."""
+    number, unit = format_seconds(seconds).split(" ")
+    value = float(number.replace(",", ""))
+    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
 def _range(step_s: float, low_s: float, high_s: float) -> str:
