@@ -128,6 +128,18 @@ UNUSUAL = {
     "one micro-batch": (tiny_model(), Layout(pipeline=2, tensor=2, micro_batch=8)),
     "small buckets": (tiny_model(), Layout(data=2, zero=1, bucket_bytes=1)),
     "chunks": (tiny_model(), Layout(tensor=2, data=2, zero=1, tensor_overlap_chunks=4)),
+    "no overlap": (
+        tiny_model(),
+        Layout(
+            tensor=2,
+            pipeline=2,
+            sequence_parallel=True,
+            virtual_stages=2,
+            schedule="interleaved-1f1b",
+            overlap=False,
+            tensor_overlap_chunks=2,
+        ),
+    ),
     "chunks, sequence": (
         tiny_model("gpt2"),
         Layout(tensor=2, pipeline=2, sequence_parallel=True, recompute="selective", tensor_overlap_chunks=2),

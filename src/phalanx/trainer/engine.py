@@ -18,6 +18,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import Action, Schedule, forward_only, schedule
 from phalanx.plan.shards import Copies, rank_stages, stage_buffers
 from phalanx.plan.stages import recomputed_layers
+from phalanx.trainer.blocking import BlockingComm
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
@@ -45,7 +46,10 @@ class Engine:
         """`comm(name)` gives this rank's Comm of a group. Weights are drawn here."""
         model, job, layout = plan.model, plan.job, plan.layout
         self.plan, self.coord, self.device, self.comm = plan, coord, device, comm
-        self.parallel = TensorParallel(comm("tensor"), layout.sequence_parallel, layout.tensor_overlap_chunks)
+        tensor, pipeline = comm("tensor"), comm("pipeline")
+        if not layout.overlap:  # the data axis sees to it itself
+            tensor, pipeline = BlockingComm(tensor), BlockingComm(pipeline)
+        self.parallel = TensorParallel(tensor, layout.sequence_parallel, layout.tensor_overlap_chunks)
         dtype = COMPUTE_DTYPES[job.precision]
         cut = rank_stages(model, layout, coord, job.seq_len)
         chunks = [
@@ -78,7 +82,7 @@ class Engine:
         held = len(self.parallel.held_tokens(layout.micro_batch * job.seq_len))
         activations = torch.empty(held, model.hidden, dtype=dtype, device=device)
         self._pipeline_of = functools.partial(
-            Pipeline, stages=stages, comm=comm("pipeline"), activations=activations, on_action=on_action
+            Pipeline, stages=stages, comm=pipeline, activations=activations, on_action=on_action
         )
         self.pipeline = self._pipeline_of(self._schedule(layout.num_micro_batches(job.global_batch)))
         self.optimizer = AdamW(self.data.slices, job.optimizer)
