@@ -114,7 +114,7 @@ def search(
             *((f"stages of equal work do not fit: {_counts(plans[0])} layers do",) if shifted else ()),
         ),
         scan=scan,
-        front=tuple(priced.plan(row, priced.bound_s(row)) for row in priced.front()),
+        front=(plans[0], *(priced.plan(row, priced.bound_s(row)) for row in priced.front(best[0]))),
         rejected=tuple(rejected),
         num_layouts=len(everything),
         num_fitting=int(priced.fits.sum()),
@@ -233,12 +233,16 @@ class _Priced:
                 smallest, _ = self.smallest(legal_rows)
                 yield Scanned(tensor=tensor, plan=None, slower=np.inf, because=self.memory_sum(smallest))
 
-    def front(self) -> list[int]:
-        """Layouts that fit in rising order of time, each smaller than all before it."""
-        rows = np.flatnonzero(self.fits)
-        order = rows[np.lexsort((self.peak[rows], self.step_s[rows]))]
+    def front(self, first: tuple[int, float]) -> list[int]:
+        """Layouts that fit and, by the bound, are slower than the `first` (row and seconds of its pipeline), in rising
+        order of time, each smaller than it and all before."""
+        row, pipeline_s = first
+        group, index = self.place(row)
+        fastest = self.task.runner.factor * (pipeline_s + float(group.tail_s[index]))
+        rows = np.flatnonzero(self.fits & (self.step_s >= fastest))
+        order = np.concatenate(([row], rows[np.lexsort((self.peak[rows], self.step_s[rows]))])).astype(int)
         least = np.minimum.accumulate(self.peak[order])
-        kept: list[int] = order[np.concatenate(([True], least[1:] < least[:-1]))].tolist()
+        kept: list[int] = order[1:][least[1:] < least[:-1]].tolist()
         return kept
 
     def shifted(self) -> Plan | None:

@@ -172,6 +172,7 @@ def test_scan_and_front() -> None:
     found = search(LLAMA, JOB, SMALL)
     assert {entry.tensor for entry in found.scan} >= {1, 2, 4}
     assert min(entry.slower for entry in found.scan) == 0.0
+    assert found.front[0] == found.plans[0]
     times = [step_s(plan) for plan in found.front]
     sizes = [summary(plan).memory_bytes for plan in found.front]
     assert times == sorted(times) and sizes == sorted(sizes, reverse=True)
