@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, write."""
     from phalanx.planner.explain import explain
-    from phalanx.planner.page import page
     from phalanx.planner.summary import as_json
     from phalanx.spec.load import load
 
@@ -54,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(found)
     if arguments.html:
+        from phalanx.planner.page import page
+
         with writing(arguments.html, "--html"):
             arguments.html.write_text(page(found), encoding="utf-8")
     if arguments.output:
