@@ -70,7 +70,7 @@ def main() -> None:
     torch.manual_seed(1)
     plan = phalanx.ModulePlan(
         job=phalanx.JobSpec(
-            global_batch=64, seq_len=1, num_steps=200, precision="fp32", optimizer=phalanx.OptimizerSpec(lr=3e-3)
+            global_batch=64, seq_len=1, num_steps=400, precision="fp32", optimizer=phalanx.OptimizerSpec(lr=3e-3)
         ),
         layout=phalanx.Layout(pipeline=2, data=2, zero=2, micro_batch=16),
     )

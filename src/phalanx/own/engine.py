@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from phalanx.errors import InputError
 from phalanx.own.blocks import Blocks, Cut, held_stages
 from phalanx.own.chain import Chain
+from phalanx.own.copies import check_copies, sum_copies
+from phalanx.own.cuts import Cutting
 from phalanx.own.exchange import boundaries
 from phalanx.own.layers import fit_types
 from phalanx.own.nest import cast_floats, tensors
 from phalanx.own.stage import Forward, ModuleBatch, ModuleStage, Tally, WholeModule
-from phalanx.own.units import Unit, buffers, flat_layout, shares
+from phalanx.own.units import Unit, buffers, flat_layout, placed, shares
 from phalanx.plan.comm import Comm
 from phalanx.plan.groups import data_groups
 from phalanx.plan.layout import Coord
@@ -48,6 +50,7 @@ class ModuleEngine:
         *,
         forward: Forward,
         blocks: Blocks | None,
+        cuts: Mapping[str, str] | None,
         average_buffers: bool,
         on_action: Callable[[Action], None] = lambda action: None,
     ) -> None:
@@ -55,6 +58,9 @@ class ModuleEngine:
         job, layout = plan.job, plan.layout
         self.plan, self.coord, self.device, self.comm, self.module = plan, coord, device, comm, module
         self._compute = COMPUTE_DTYPES[job.precision]
+        self._cutting: Cutting | None = None
+        if cuts is not None and layout.tensor > 1:
+            self._cutting = Cutting(module, cuts, comm("tensor"), sequence_parallel=layout.sequence_parallel)
         self._cut = Cut(module, blocks, layout) if blocks else None
         chunks = self._chunks()
         self.units = [unit for units in chunks for unit in units]
@@ -81,6 +87,7 @@ class ModuleEngine:
         self._on_action = on_action
         self._pipelines: dict[Any, Pipeline] = {}
         self.correction, self.num_items = 1.0, 0.0
+        self._agreed = False
 
     def _chunks(self) -> list[list[Unit]]:
         """The units of each stage that this rank holds; what other ranks hold of the module is let go."""
@@ -92,7 +99,7 @@ class ModuleEngine:
             self._chains = [Chain(self.module, cut.blocks, cut.sections[stage], recompute) for stage in mine]
         every = [cut.shares(stage) for stage in mine] if cut else [shares(self.module)]
         return [
-            [Unit(share, flat_layout(share, layout, coord), self._compute, self.device) for share in held]
+            [Unit(share, flat_layout(share, layout, coord, self._cutting), self._compute, self.device) for share in held]
             for held in every
         ]
 
@@ -170,7 +177,13 @@ class ModuleEngine:
         return torch.stack(losses).sum(), self._tally.count
 
     def synchronize(self) -> None:
-        """Make replicas' buffers one: floating ones become their mean. Gradients are whole already."""
+        """Make gradients of what tensor ranks share complete, and replicas' buffers one: floating ones become their
+        mean. The first time, see that tensor ranks agree on the gradients of what all of them hold."""
+        if self._cutting:
+            sum_copies(self)
+            if not self._agreed:
+                check_copies(self)
+                self._agreed = True
         comm, found = self.comm("data"), self._averaged()
         if found and comm.size > 1:
             # In float64, three equal float32 values have themselves as their mean.
@@ -246,14 +259,18 @@ class ModuleEngine:
         frozen = {name: tensor for name, tensor in self.module.named_parameters() if not tensor.requires_grad}
         for kind, held in (("frozen", frozen), ("buffer", buffers(self.module))):
             for name, tensor in self._held(held).items():
-                parameter = ModuleTensor(name=name, shape=tuple(tensor.shape)).parameter
-                yield StatePiece(
-                    kind=kind,
-                    parameter=parameter,
-                    rectangle=Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape),
-                    tensor=tensor.detach().view(parameter.shape),
-                    owned=self.coord.data == 0 and self.coord.tensor == 0,
-                )
+                parameter, boxes = placed(name, tensor, self._cutting)
+                cut = self._cutting is not None and name in self._cutting.cuts
+                alone = cut and not self._cutting.cuts[name].copied
+                parts = tensor.detach().split([box.shape[0] for box in boxes]) if cut else [tensor.detach()]
+                for box, part in zip(boxes, parts, strict=True):
+                    yield StatePiece(
+                        kind=kind,
+                        parameter=parameter,
+                        rectangle=box,
+                        tensor=part.view(box.shape),
+                        owned=self.coord.data == 0 and (alone or self.coord.tensor == 0),
+                    )
 
 
 def _shapes(batch: ModuleBatch) -> tuple[Any, ...]:
@@ -276,6 +293,7 @@ class _Originals:
             return
         for part, master in zip(data.slices, optimizer.masters, strict=True):
             for piece, box, stretch in part.rectangles():
-                values = self._values[piece.parameter.name].view(piece.parameter.shape)
-                spans = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
-                master[stretch] = values[spans].reshape(-1).to(master.dtype)
+                name = piece.parameter.name
+                first = part.start + stretch.start - part.buffer.weights[name].value.storage_offset()
+                values = self._values[name].reshape(-1)[first : first + box.num_elements]
+                master[stretch] = values.to(master.dtype)

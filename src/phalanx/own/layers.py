@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from phalanx.nn.layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear
 from phalanx.own.nest import cast_floats
 from phalanx.trainer.flat import Weight, add_product
 
@@ -44,19 +45,32 @@ class _Product(Function):
 
 
 def write_products(module: nn.Module, targets: Mapping[nn.Parameter, Target]) -> None:
-    """Let every plain linear layer of `module` write the gradient of its weight to where `targets` says. Subclasses,
-    which may do something else, and parametrized layers stay as they are."""
+    """Let every plain linear layer of `module` write the gradient of its weight to where `targets` says, and so those
+    cut over the tensor axis. Subclasses, which may do something else, and parametrized layers stay as they are."""
     for layer in module.modules():
+        cut = isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and not layer.transposed
+        if cut and layer.weight in targets:
+            layer.multiply = functools.partial(_multiply, layer, layer.weight, targets[layer.weight])
         plain = type(layer) is nn.Linear and "forward" not in layer.__dict__ and "weight" in layer._parameters
         if plain and layer.weight in targets:
             layer.forward = functools.partial(_linear, layer, layer.weight, targets[layer.weight])
 
 
 def _linear(layer: nn.Linear, weight: nn.Parameter, target: Target, inputs: Tensor) -> Tensor:
-    inputs = inputs.to(layer.weight.dtype)
-    if layer.weight is not weight or not torch.is_grad_enabled():
-        return F.linear(inputs, layer.weight, layer.bias)
-    product: Tensor = _Product.apply(inputs, weight, layer.bias, target)
+    return _product(inputs, layer.weight, layer.bias, weight, target)
+
+
+def _multiply(layer: nn.Module, weight: nn.Parameter, target: Target, inputs: Tensor) -> Tensor:
+    return _product(inputs, layer.weight, None, weight, target)
+
+
+def _product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, known: nn.Parameter, target: Target
+) -> Tensor:
+    inputs = inputs.to(weight.dtype)
+    if weight is not known or not torch.is_grad_enabled():
+        return F.linear(inputs, weight, bias)
+    product: Tensor = _Product.apply(inputs, weight, bias, target)
     return product
 
 
@@ -66,8 +80,13 @@ def fit_types(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             layer.forward = functools.partial(_batch_norm, layer)
-        elif type(layer).__module__.startswith("torch.nn.") and any(_weights(layer)) and not any(layer.children()):
+        elif _is_torchs(layer) and any(_weights(layer)) and not any(layer.children()):
             layer.register_forward_pre_hook(_cast_inputs)
+
+
+def _is_torchs(layer: nn.Module) -> bool:
+    """Whether it is a layer of torch, or one in its place."""
+    return type(layer).__module__.startswith("torch.nn.") or isinstance(layer, ParallelLayer)
 
 
 def _weights(layer: nn.Module) -> Iterator[torch.dtype]:

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ def prepare(
     """
     if isinstance(blocks, str):
         blocks = Blocks(path=blocks)
-    plan = checked(module, plan, blocks)
+    plan = _once(lambda: checked(module, plan, blocks))
     folder = None if run_dir is None else RunDir(Path(run_dir))
     if folder:
         folder.create()
@@ -59,6 +60,17 @@ def prepare(
     atexit.register(_leave, world)
     engine = prepared(world, module, plan, forward=forward, blocks=blocks, average_buffers=average_buffers)
     return Step(world, plan, engine, unused=unused, run_dir=folder)
+
+
+def _once(check: Callable[[], ModulePlan]) -> ModulePlan:
+    """What is wrong on all ranks is said once per node; the other ranks there end without a word."""
+    try:
+        return check()
+    except InputError as error:
+        process = Process.read()
+        if process and process.local_rank:
+            raise SystemExit(error.exit_code) from error
+        raise
 
 
 def checked(module: nn.Module, plan: ModulePlan, blocks: Blocks | None) -> ModulePlan:

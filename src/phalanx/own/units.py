@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from phalanx.own.cuts import Cutting
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.module import ModuleTensor
-from phalanx.plan.shards import Buffer, Draft, Rectangle, place
+from phalanx.plan.shards import Buffer, Copies, Draft, Parameter, Rectangle, place
 from phalanx.trainer.flat import FlatBuffer, Weight
 
 REST = "rest"
@@ -72,14 +73,25 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.named_buffers() if name in lasting}
 
 
-def flat_layout(share: Share, layout: Layout, coord: Coord) -> Buffer:
+def flat_layout(share: Share, layout: Layout, coord: Coord, cutting: Cutting | None = None) -> Buffer:
     """How the parameters of a unit lie in its flat buffer."""
     drafts = []
     for name, tensor in share.parameters.items():
-        parameter = ModuleTensor(name=name, shape=tuple(tensor.shape)).parameter
-        box = Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape)
-        drafts.append(Draft(leaf=name, parameter=parameter, rectangle=box, shape=parameter.shape))
+        parameter, boxes = placed(name, tensor, cutting)
+        copies: Copies = "none"
+        if cutting and (name not in cutting.cuts or cutting.cuts[name].copied):
+            copies = "heads" if name in cutting.summed else "tensor"
+        for box in boxes:
+            drafts.append(Draft(leaf=name, parameter=parameter, rectangle=box, shape=box.shape, copies=copies))
     return place(share.name, drafts, layout, coord)
+
+
+def placed(name: str, tensor: Tensor, cutting: Cutting | None) -> tuple[Parameter, tuple[Rectangle, ...]]:
+    """The whole parameter or buffer of this name, and which boxes of it `tensor` holds, one below the other."""
+    cut = cutting.cuts.get(name) if cutting else None
+    parameter = ModuleTensor(name=name, shape=cut.shape if cut else tuple(tensor.shape)).parameter
+    whole = Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape)
+    return parameter, cut.boxes if cut else (whole,)
 
 
 @dataclass(slots=True)
