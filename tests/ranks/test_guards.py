@@ -17,7 +17,7 @@ from tiny import tiny_model, tiny_plan
 from torch import Tensor
 
 from phalanx.errors import RunError
-from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.layout import Coord, Layout, Reduce
 from phalanx.plan.plan import Plan
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.guards import MAX_SKIPPED_IN_A_ROW, Guards, checksum
@@ -212,6 +212,34 @@ def test_a_skipped_step_changes_nothing_and_is_counted(layout: Layout, precision
         assert [record.skipped_steps for record in records] == [0, 0, 1, 1, 1]
         assert [record.is_finite for record in records] == [True, True, False, True, True]
         assert "skipped (1 so far)" in records[2].line(5)
+
+
+def spoil_reduction(engine: Engine) -> None:
+    """An infinite element on rank 1 before gradients are summed, in this step alone."""
+    if engine.comm("world").index == 1:
+        lossy = engine.data.lossy
+        assert lossy
+        reduce = lossy.all_reduce
+
+        def spoiled(buffers: Any) -> Any:
+            lossy.all_reduce = reduce  # type: ignore[method-assign]
+            buffers[0].gradients[3] = math.inf
+            return reduce(buffers)
+
+        lossy.all_reduce = spoiled  # type: ignore[method-assign]
+
+
+def recovering(world: World, plan: Plan) -> list[bool]:
+    engine = Engine(plan, world.coord, world.comm, world.device)
+    guards = Guards(engine)
+    source = Poisoned(engine, lambda engine, number: spoil_reduction(engine) if number == 1 else None)
+    return [run(engine, source, guards, number).is_finite for number in range(3)]
+
+
+@pytest.mark.parametrize("reduce", ["powersgd", "top-k"])
+def test_reductions_that_keep_something_recover_from_a_skipped_step(reduce: Reduce) -> None:
+    plan = tiny_plan(Layout(data=2, reduce=reduce), tiny_model(num_layers=1), precision="fp32", on_non_finite="skip")
+    assert run_worlds(plan.layout, recovering, plan, model=plan.model) == [[True, False, True]] * 2
 
 
 def poison_weights(engine: Engine, number: int) -> None:

@@ -100,7 +100,7 @@ class Lossy(Protocol):
         the same everywhere, and keep as error what of this rank's own the approximation lacks."""
 
     def forget(self) -> None:
-        """Drop all errors, as after a step whose gradients were no finite numbers."""
+        """Begin anew with what is kept, as after a step whose gradients were no finite numbers."""
 
     def kept(self) -> Iterator[Tensor]:
         """What is kept from one reduction to the next."""
@@ -115,15 +115,16 @@ class PowerSGD:
 
     def __init__(self, buffers: Sequence[FlatBuffer], comm: Comm, rank: int, seed: int) -> None:
         """The first Q are drawn from `seed`, alike on all members."""
-        self.comm = comm
-        generator = torch.Generator().manual_seed(seed)
+        self.comm, self._seed = comm, seed
         self._leaves = {buffer: list(matrices(buffer.layout, rank)) for buffer in buffers}
-        self._right: dict[Tensor, Tensor] = {}
-        self._errors: dict[Tensor, Tensor] = {}
-        for matrix in self._matrices(buffers):
-            drawn = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64)
-            self._right[matrix] = drawn.to(matrix)
-            self._errors[matrix] = torch.zeros_like(matrix)
+        self._errors = {matrix: torch.zeros_like(matrix) for matrix in self._matrices(buffers)}
+        self._right = {matrix: matrix.new_empty(matrix.shape[1], rank) for matrix in self._errors}
+        self._draw()
+
+    def _draw(self) -> None:
+        generator = torch.Generator().manual_seed(self._seed)
+        for right in self._right.values():
+            right.copy_(torch.randn(right.shape, generator=generator, dtype=torch.float64))
 
     def _matrices(self, buffers: Sequence[FlatBuffer]) -> list[Tensor]:
         return [buffer.weights[leaf.name].grad for buffer in buffers for leaf in self._leaves[buffer]]
@@ -154,9 +155,10 @@ class PowerSGD:
         return DONE
 
     def forget(self) -> None:
-        """See `Lossy.forget`."""
+        """See `Lossy.forget`. The last Q are no more finite than the gradients were: they are drawn anew."""
         for error in self._errors.values():
             error.zero_()
+        self._draw()
 
     def kept(self) -> Iterator[Tensor]:
         """See `Lossy.kept`."""
