@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,6 +196,15 @@ def refused(world: World, plan: ModulePlan, make: Any, path: str, size: int) -> 
     step.forward_backward([(inputs[:4], labels[:4]), (inputs[4:], labels[4:])], cross_entropy)
 
 
+def reads_the_start(module: Any, state: Any, batch: Any) -> Tensor:
+    return module.head((module.model.norm(state["hidden"]) + module.token).mean(1))
+
+
+def elsewhere(world: World, plan: ModulePlan) -> None:
+    step = step_in(world, decoder(), plan, blocks=replace(BLOCKS, after=reads_the_start))
+    step.forward_backward(step.share(images()), cross_entropy)
+
+
 def keywords(world: World, plan: ModulePlan) -> None:
     step = step_in(world, plain(), plan, blocks=Blocks(path="2"))
     step.forward_backward([{"images": images()[0]}] * 2, cross_entropy)
@@ -207,6 +217,7 @@ def keywords(world: World, plan: ModulePlan) -> None:
         (refused, (by_value, "2", 8), r"let nothing between the stages depend on values \(.item\(\)"),
         (refused, (plain, "3", 8), "Sequential has no list of modules named 3"),
         (refused, (plain, "2", 7), r"micro-batch 1 has tensors of shapes \[\[3, 1, 4, 4\], \[3\]\]"),
+        (elsewhere, (), "what comes after the blocks reads a parameter that is registered before them"),
         (keywords, (), r"Blocks\(path, before=lambda module, batch"),
     ],
 )

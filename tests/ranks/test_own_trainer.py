@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,19 @@ from phalanx.errors import DataError
 from phalanx.own.trainer import Trainer
 from phalanx.plan.layout import Layout
 from phalanx.spec.job import CheckpointSpec
+from phalanx.trainer.stop import STOP_SIGNALS
 from phalanx.watch import metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "own"
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A run with a folder takes requests to stop; the tests' process shall not."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Samples(Dataset):
@@ -62,6 +74,17 @@ def test_data_come_in_an_order_of_their_own(tmp_path: Path, capfd: pytest.Captur
     module = small()
     module.load_state_dict(state)
     assert not module.head.weight.equal(small().head.weight)
+
+
+def test_a_request_to_stop_saves_and_ends(tmp_path: Path) -> None:
+    trainer = Trainer(
+        small(), cross_entropy, Samples(), module_plan(Layout(micro_batch=4), num_steps=9), run_dir=tmp_path
+    )
+    with pytest.raises(SystemExit) as ended:
+        trainer.run(lambda record: signal.raise_signal(signal.SIGTERM) if record.step == 2 else None)
+    trainer.step.world.close()
+    assert ended.value.code == 75
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
 
 
 def test_no_samples_are_refused() -> None:

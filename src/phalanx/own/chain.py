@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from phalanx.errors import InputError
 from phalanx.own.blocks import Blocks, Section
 from phalanx.own.exchange import Boundary
 from phalanx.own.nest import Nest
@@ -42,14 +44,14 @@ class Chain:
         if not section.last:
             assert self.out is not None
             return self.out.pack(nest)
-        with drawing((*seed, len(self._listed))):
+        with drawing((*seed, len(self._listed))), _at_home("what comes after the blocks", "before"):
             return self._blocks.leave(self._module, nest, values)
 
     def _enter(self, inputs: Tensor | None, values: Nest, seed: Sequence[int]) -> Nest:
         if inputs is not None:
             assert self.into is not None
             return self.into.unpack(inputs)
-        with drawing((*seed, -1)):
+        with drawing((*seed, -1)), _at_home("what comes before the blocks", "after"):
             return self._blocks.enter(self._module, values)
 
     def _block(self, block: nn.Module, nest: Nest) -> Nest:
@@ -63,3 +65,18 @@ class Chain:
     def detached(self) -> bool:
         """Whether no gradient flows back through the message from the stage before."""
         return self.into is not None and not self.into.differs
+
+
+@contextmanager
+def _at_home(what: str, other: str) -> Iterator[None]:
+    """Say it in words where something reads a parameter that another stage holds, which has no data here."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        raise InputError(
+            f"{what} reads a parameter that is registered {other} them, and so lies on another stage: {error}",
+            where="blocks",
+            instead="register modules in the order in which they run, or pipeline = 1",
+        ) from error

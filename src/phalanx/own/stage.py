@@ -78,7 +78,8 @@ class Tally:
 def drawing(seed: Sequence[int]) -> Iterator[None]:
     """What torch draws in here begins with `seed`; outside nobody notices."""
     key = hashlib.blake2b(repr(tuple(seed)).encode(), digest_size=8).digest()
-    with torch.random.fork_rng():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
         torch.manual_seed(int.from_bytes(key, "little") >> 1)
         yield
 
