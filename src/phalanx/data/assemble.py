@@ -103,9 +103,10 @@ def _tokenizer(wish: Wish, work: Sequence[Part], source: Path | None, path: Path
     if not path.is_file():
         if wish.tokenizer is None:
             assert wish.vocab is not None
-            progress.update(progress.add_task("data: training the tokenizer", total=None))
+            task = progress.add_task("data: training the tokenizer", total=None)
             num_bytes = sum(part.num_bytes for part in work)
             tokenizer = train_tokenizer(_sample(work, wish.keys), wish.vocab, num_bytes)
+            progress.remove_task(task)
         else:
             tokenizer = read_tokenizer(source)
         partial = path.with_name(f".{path.name}.partial")
