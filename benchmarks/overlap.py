@@ -196,7 +196,7 @@ def measure(cases: Sequence[Case], num_rounds: int, num_steps: int, console: Con
 def compare_placements(num_rounds: int, num_steps: int, console: Console) -> Table:
     """Tensor inside hosts and data across, and the reverse."""
     table = Table("placement", "step", title="tensor 2 × data 2 on two hosts of two ranks", title_justify="left")
-    rate = 1e9
+    rate = 100e6
     with hosts(2, bits_per_s=rate) as network:
         inside = contender("tensor inside hosts, data across", BOTH, network, (0, 0, 1, 1))
         across = contender("data inside hosts, tensor across", BOTH, network, (0, 1, 0, 1))
