@@ -10,7 +10,7 @@ from phalanx.plan.layout import Layout
 from phalanx.rundir import RunDir
 from phalanx.watch.outcomes import Ending, Outcome
 
-GRACE_S = 5.0
+GRACE_S = 2.0
 _LOOK_AGAIN_S = 0.05
 
 
