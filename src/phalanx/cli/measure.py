@@ -27,22 +27,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure as one of the ranks that somebody started, or start them here."""
-    if launched():
+    started = launched()
+    if started:
         from phalanx.trainer.measure_links import measure
 
         measure(arguments.output)
+        if started.rank == 0:
+            _say(arguments.output)
         return 0
-    ranks = arguments.ranks or num_gpus() or num_cores()
+    ranks = num_gpus() or num_cores() if arguments.ranks is None else arguments.ranks
     if ranks < 1:
         raise InputError(f"{ranks} processes", where="--ranks", instead="1 or more")
     with writing(arguments.output, "--output"), arguments.output.open("a", encoding="utf-8"):
         pass  # found out before it takes a minute
     code = start_script(ranks, ["-m", "phalanx.trainer.measure_links", str(arguments.output)])
     if code == 0:
-        sys.stdout.write(f'wrote {arguments.output}: [cluster] file = "{arguments.output}" in a run file\n')
+        _say(arguments.output)
     elif not arguments.output.stat().st_size:
         arguments.output.unlink()
     return code
+
+
+def _say(path: Path) -> None:
+    sys.stdout.write(f'wrote {path}: [cluster] file = "{path}" in a run file\n')
 
 
 def num_gpus() -> int:
