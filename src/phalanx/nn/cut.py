@@ -14,7 +14,7 @@ from phalanx.plan.shards import Rectangle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ParameterCut:
     """A parameter of `shape`, of which a rank holds `boxes`, one below the other along dim 0. `copied`: all ranks hold
     all of it."""
 
@@ -32,13 +32,13 @@ def spans(box: Rectangle) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
 
 
-def copied(whole: Tensor) -> Cut:
+def copied(whole: Tensor) -> ParameterCut:
     """A parameter that is not cut."""
     shape = tuple(whole.shape)
-    return Cut(shape=shape, boxes=(Rectangle(start=(0,) * len(shape), stop=shape),), copied=True)
+    return ParameterCut(shape=shape, boxes=(Rectangle(start=(0,) * len(shape), stop=shape),), copied=True)
 
 
-def evenly(whole: Tensor, dim: int, parts: Sequence[int], comm: Comm, what: str) -> Cut:
+def evenly(whole: Tensor, dim: int, parts: Sequence[int], comm: Comm, what: str) -> ParameterCut:
     """Cut along `dim`, which consists of parts of these sizes, each of them evenly. Raises InputError, naming `what`,
     where that is not possible."""
     if sum(parts) != whole.shape[dim]:
@@ -50,10 +50,10 @@ def evenly(whole: Tensor, dim: int, parts: Sequence[int], comm: Comm, what: str)
         share = part // comm.size
         boxes.append(_box(whole, dim, first + comm.index * share, first + (comm.index + 1) * share))
         first += part
-    return Cut(shape=tuple(whole.shape), boxes=tuple(boxes))
+    return ParameterCut(shape=tuple(whole.shape), boxes=tuple(boxes))
 
 
-def rows(whole: Tensor, comm: Comm) -> Cut:
+def rows(whole: Tensor, comm: Comm) -> ParameterCut:
     """Cut along dim 0; where that is not even, the last ranks hold fewer rows. Raises InputError if one had none."""
     share = -(-whole.shape[0] // comm.size)
     if share * (comm.size - 1) >= whole.shape[0]:
@@ -61,7 +61,7 @@ def rows(whole: Tensor, comm: Comm) -> Cut:
             f"{whole.shape[0]} rows leave none for the last of {comm.size} ranks", instead="a smaller group"
         )
     first = comm.index * share
-    return Cut(shape=tuple(whole.shape), boxes=(_box(whole, 0, first, min(first + share, whole.shape[0])),))
+    return ParameterCut(shape=tuple(whole.shape), boxes=(_box(whole, 0, first, min(first + share, whole.shape[0])),))
 
 
 def _box(whole: Tensor, dim: int, first: int, last: int) -> Rectangle:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import InputError
-from phalanx.nn.cut import Cut, copied, evenly, from_first, rows
+from phalanx.nn.cut import ParameterCut, copied, evenly, from_first, rows
 from phalanx.nn.group import comm_of
 from phalanx.nn.mappings import Mappings
 from phalanx.plan.comm import Comm
@@ -24,13 +24,13 @@ from phalanx.plan.comm import Comm
 class ParallelLayer(nn.Module):
     """What they have in common. `cuts` says by name which part of its parameters this rank holds."""
 
-    cuts: dict[str, Cut]
+    cuts: dict[str, ParameterCut]
 
     def __init__(self, comm: Comm, sequence_parallel: bool) -> None:
         super().__init__()
         self.comm, self.mappings, self.cuts = comm, Mappings(comm, sequence_parallel), {}
 
-    def _hold(self, name: str, whole: Tensor, cut: Cut, *, drawn: bool) -> None:
+    def _hold(self, name: str, whole: Tensor, cut: ParameterCut, *, drawn: bool) -> None:
         """Make this rank's part of `whole` a parameter; where it was `drawn`, of the first rank's."""
         self.cuts[name] = cut
         part = cut.take(from_first(whole, self.comm) if drawn else whole.detach())
@@ -95,6 +95,8 @@ class ColumnParallelLinear(_Linear):
         """`whole`: a linear layer to take over instead of drawing weights. Raises InputError if it cannot be cut."""
         super().__init__(in_features, out_features, comm_of(group), sequence_parallel)
         self.gather_output = gather_output
+        self.enters = True
+        """Whether gradients of its input are summed here, and tokens gathered; not where a module around it does so."""
         drawn = whole is None
         whole = nn.Linear(in_features, out_features, bias, device, dtype) if whole is None else whole
         self.transposed = is_transposed(whole)
@@ -118,7 +120,7 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """See the class."""
-        output = self.multiply(self.mappings.enter(inputs))
+        output = self.multiply(self.mappings.enter(inputs) if self.enters else inputs)
         if self.bias is not None:
             output = output + self.bias
         return self.mappings.join(output, self.out_features) if self.gather_output else output

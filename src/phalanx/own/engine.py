@@ -25,7 +25,6 @@ from phalanx.plan.layout import Coord
 from phalanx.plan.module import ModulePlan, ModuleTensor
 from phalanx.plan.module_traffic import ModuleShape
 from phalanx.plan.schedule import Action, forward_only, schedule
-from phalanx.plan.shards import Rectangle
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, accumulation_dtype
 from phalanx.trainer.optim import AdamW, squared_norm
@@ -99,7 +98,10 @@ class ModuleEngine:
             self._chains = [Chain(self.module, cut.blocks, cut.sections[stage], recompute) for stage in mine]
         every = [cut.shares(stage) for stage in mine] if cut else [shares(self.module)]
         return [
-            [Unit(share, flat_layout(share, layout, coord, self._cutting), self._compute, self.device) for share in held]
+            [
+                Unit(share, flat_layout(share, layout, coord, self._cutting), self._compute, self.device)
+                for share in held
+            ]
             for held in every
         ]
 

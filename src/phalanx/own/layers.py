@@ -64,9 +64,7 @@ def _multiply(layer: nn.Module, weight: nn.Parameter, target: Target, inputs: Te
     return _product(inputs, layer.weight, None, weight, target)
 
 
-def _product(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, known: nn.Parameter, target: Target
-) -> Tensor:
+def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None, known: nn.Parameter, target: Target) -> Tensor:
     inputs = inputs.to(weight.dtype)
     if weight is not known or not torch.is_grad_enabled():
         return F.linear(inputs, weight, bias)

@@ -6,14 +6,16 @@ import atexit
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from phalanx.errors import InputError, LayoutError
 from phalanx.own.blocks import Blocks
+from phalanx.own.cuts import check
 from phalanx.own.engine import ModuleEngine
 from phalanx.own.stage import Forward, call
 from phalanx.own.step import Step, Unused
@@ -25,6 +27,8 @@ from phalanx.rundir import RunDir
 from phalanx.trainer.process import keep_freed_memory
 from phalanx.trainer.world import Process, World, join
 
+T = TypeVar("T")
+
 
 def prepare(
     module: nn.Module,
@@ -32,6 +36,7 @@ def prepare(
     *,
     forward: Forward = call,
     blocks: Blocks | str | None = None,
+    cuts: Mapping[str, str] | str | None = None,
     average_buffers: bool = True,
     unused: Unused = "error",
     run_dir: Path | str | None = None,
@@ -42,8 +47,10 @@ def prepare(
     `forward(module, micro_batch)` calls the module; without it, a micro-batch that is a mapping becomes keywords, of a
     tuple or list the first entry is the input. `blocks`: where the module has its list of blocks ("model.layers"), and
     what comes before and after; this allows pipelines and recomputation, and takes the place of `forward`.
-    `average_buffers`: whether floating buffers, as batch norm's statistics,
-    become the mean over replicas after each step, or stay each replica's own (a checkpoint keeps the first one's).
+    `cuts`: how its layers are cut over the tensor axis, a table of patterns of names (see own.cuts), or "auto" for that
+    of a model of `transformers`; this allows tensor and sequence parallelism.
+    `average_buffers`: whether floating buffers, as batch norm's statistics, become the mean over replicas after each
+    step, or stay each replica's own (a checkpoint keeps the first one's).
     `unused`: what a parameter without a gradient is, an error or a gradient of zero. With `run_dir`, the run goes on
     from the last checkpoint there, saves as `plan.job.checkpoint` says, and writes metrics.
 
@@ -51,18 +58,19 @@ def prepare(
     """
     if isinstance(blocks, str):
         blocks = Blocks(path=blocks)
-    plan = _once(lambda: checked(module, plan, blocks))
+    table = None if cuts is None else _once(lambda: check(module, cuts, plan.layout.tensor))
+    plan = _once(lambda: checked(module, plan, blocks, table))
     folder = None if run_dir is None else RunDir(Path(run_dir))
     if folder:
         folder.create()
     keep_freed_memory()
     world = join(plan, folder or _nameless())
     atexit.register(_leave, world)
-    engine = prepared(world, module, plan, forward=forward, blocks=blocks, average_buffers=average_buffers)
+    engine = prepared(world, module, plan, forward=forward, blocks=blocks, cuts=table, average_buffers=average_buffers)
     return Step(world, plan, engine, unused=unused, run_dir=folder)
 
 
-def _once(check: Callable[[], ModulePlan]) -> ModulePlan:
+def _once(check: Callable[[], T]) -> T:
     """What is wrong on all ranks is said once per node; the other ranks there end without a word."""
     try:
         return check()
@@ -73,9 +81,10 @@ def _once(check: Callable[[], ModulePlan]) -> ModulePlan:
         raise
 
 
-def checked(module: nn.Module, plan: ModulePlan, blocks: Blocks | None) -> ModulePlan:
+def checked(module: nn.Module, plan: ModulePlan, blocks: Blocks | None, cuts: Mapping[str, str] | None) -> ModulePlan:
     """The plan with the module's tensors, if it can run here. Raises LayoutError if not."""
-    found = module_problems(plan.job, plan.layout, len(blocks.listed(module)) if blocks else None)
+    num_blocks, kinds = len(blocks.listed(module)) if blocks else None, None if cuts is None else set(cuts.values())
+    found = module_problems(plan.job, plan.layout, num_blocks, kinds)
     if found:
         raise LayoutError(found)
     process, needed = Process.read(), plan.layout.num_ranks
@@ -94,6 +103,7 @@ def prepared(
     *,
     forward: Forward = call,
     blocks: Blocks | None = None,
+    cuts: Mapping[str, str] | None = None,
     average_buffers: bool = True,
 ) -> ModuleEngine:
     """The engine of `module` among ranks that have met."""
@@ -111,6 +121,7 @@ def prepared(
         module,
         forward=forward,
         blocks=blocks,
+        cuts=cuts,
         average_buffers=average_buffers,
         on_action=world.follow,
     )

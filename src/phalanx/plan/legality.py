@@ -6,7 +6,7 @@ Nothing is repaired in silence: a layout is legal as written, or every reason wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -40,14 +40,15 @@ def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layou
     return found
 
 
-def module_problems(job: JobSpec, layout: Layout, num_blocks: int | None = None) -> list[Problem]:
+def module_problems(
+    job: JobSpec, layout: Layout, num_blocks: int | None = None, cuts: Collection[str] | None = None
+) -> list[Problem]:
     """Every reason why `layout` cannot train a module of which no more is known than that it has `num_blocks` blocks,
-    one after another; None: not even that."""
+    one after another, and that cuts of these kinds are made in it (phalanx.own.cuts); None: not even that."""
     found = list(_ranges(layout))
     if found:
         return found
-    if layout.tensor > 1:
-        found.append(_problem("tensor", "nothing says how the module is cut over the tensor axis", "tensor = 1"))
+    found += _cuts(layout, cuts)
     if num_blocks is not None:
         found += _stages(num_blocks, layout)
     elif layout.num_stages > 1:
@@ -66,6 +67,19 @@ def module_problems(job: JobSpec, layout: Layout, num_blocks: int | None = None)
         )
         found.append(Problem(what=what, where="job.compile", instead=instead))
     return [*found, *_zero_group(layout), *_reduction(layout), *_batch(job, layout), *engine_problems(layout)]
+
+
+def _cuts(layout: Layout, cuts: Collection[str] | None) -> Iterator[Problem]:
+    if layout.tensor > 1 and cuts is None:
+        instead = "tensor = 1, or prepare(…, cuts=…), a table that says how layers are cut"
+        yield _problem("tensor", "nothing says how the module is cut over the tensor axis", instead)
+    elif layout.sequence_parallel and layout.tensor > 1 and not {"sequence", "tokens"} <= set(cuts or ()):
+        what = "the table of cuts does not say between which blocks tokens are cut, and what needs all of them"
+        instead = 'sequence_parallel = false, or a line with "sequence" and one with "tokens"'
+        yield _problem("sequence_parallel", what, instead)
+    if layout.tensor_overlap_chunks > 1:
+        instead = "tensor_overlap_chunks = 1"
+        yield _problem("tensor_overlap_chunks", "of a module, products are not cut into chunks", instead)
 
 
 def _problem(key: str, what: str, instead: str) -> Problem:
