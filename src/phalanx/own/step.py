@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Literal
@@ -26,7 +26,7 @@ from phalanx.trainer.optim import clip_coefficient, learning_rate
 from phalanx.trainer.state import state
 from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.world import World
-from phalanx.watch.metrics import AXES, MetricsWriter, StepRecord
+from phalanx.watch.metrics import MetricsWriter, StepRecord
 
 Unused = Literal["error", "zero"]
 
@@ -198,19 +198,15 @@ class Step:
         )
 
     def _record(self, rate: float) -> StepRecord:
-        job, num_ranks = self.plan.job, self.plan.layout.num_ranks
-        step_s, *blocked = (seconds / num_ranks for seconds in self._spent)
-        share: Mapping[str, float] = {axis: spent / step_s for axis, spent in zip(AXES, blocked, strict=True)}
-        return StepRecord(
+        return StepRecord.measured(
+            self._spent,
+            num_ranks=self.plan.layout.num_ranks,
+            tokens_per_step=self.plan.job.tokens_per_step,
             step=self.number,
             loss=self.loss,
             gradient_norm=self.gradient_norm,
             learning_rate=rate,
-            step_s=step_s,
-            tokens_per_s=job.tokens_per_step / step_s,
-            tokens_per_s_per_device=job.tokens_per_step / step_s / num_ranks,
             skipped_steps=self._guards.num_skipped,
-            share={"compute": 1.0 - math.fsum(share.values()), **share},
         )
 
     def _save(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -57,18 +56,15 @@ def step(engine: Engine, source: Batches, clock: Clock, stop: StopRequest, guard
     rate = learning_rate(job.optimizer, number, job.num_steps)
     if guards.allow_update(batches, mean_loss, norm) and batch.num_supervised:
         engine.update(rate, clip_coefficient(norm, job.optimizer.clip_norm))
-    step_s, *blocked = (seconds / plan.layout.num_ranks for seconds in spent)
-    share = {axis: seconds / step_s for axis, seconds in zip(AXES, blocked, strict=True)}
-    return StepRecord(
+    return StepRecord.measured(
+        spent,
+        num_ranks=plan.layout.num_ranks,
+        tokens_per_step=job.tokens_per_step,
         step=number + 1,
         loss=mean_loss,
         gradient_norm=norm,
         learning_rate=rate,
-        step_s=step_s,
-        tokens_per_s=job.tokens_per_step / step_s,
-        tokens_per_s_per_device=job.tokens_per_step / step_s / plan.layout.num_ranks,
         skipped_steps=guards.num_skipped,
-        share={"compute": 1.0 - math.fsum(share.values()), **share},
     )
 
 

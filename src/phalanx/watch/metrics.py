@@ -45,6 +45,20 @@ class StepRecord:
     validation_loss: float | None = None
     validation_s: float | None = None
 
+    @classmethod
+    def measured(cls, spent_s: Sequence[float], *, num_ranks: int, tokens_per_step: int, **facts: Any) -> StepRecord:
+        """A record from the wall seconds of a step, and of those the seconds blocked on each of AXES, both summed over
+        all ranks; `facts` are its other fields."""
+        step_s, *blocked = (seconds / num_ranks for seconds in spent_s)
+        share = {axis: seconds / step_s for axis, seconds in zip(AXES, blocked, strict=True)}
+        return cls(
+            step_s=step_s,
+            tokens_per_s=tokens_per_step / step_s,
+            tokens_per_s_per_device=tokens_per_step / step_s / num_ranks,
+            share={"compute": 1.0 - math.fsum(share.values()), **share},
+            **facts,
+        )
+
     def line(self, num_steps: int) -> str:
         """For the terminal, in aligned columns. An axis with no time at all, as one of size 1, is left out."""
         width = len(str(num_steps))

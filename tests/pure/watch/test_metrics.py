@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import InputError
-from phalanx.watch.metrics import MetricsWriter, StepRecord, read
+from phalanx.watch.metrics import AXES, MetricsWriter, StepRecord, read
 
 
 def record(step: int, loss: float = 1.0) -> StepRecord:
@@ -26,6 +26,14 @@ def record(step: int, loss: float = 1.0) -> StepRecord:
         tokens_per_s_per_device=5.0,
         share={"compute": 1.0},
     )
+
+
+def test_seconds_of_all_ranks_become_shares_of_the_average_one():
+    facts = {"step": 1, "loss": 1.0, "gradient_norm": 0.5, "learning_rate": 1e-3}
+    blocked = [0.4] + [0.0] * (len(AXES) - 1)
+    made = StepRecord.measured([4.0, *blocked], num_ranks=2, tokens_per_step=100, **facts)
+    assert (made.step_s, made.tokens_per_s, made.tokens_per_s_per_device) == (2.0, 50.0, 25.0)
+    assert made.share == pytest.approx({"compute": 0.9, AXES[0]: 0.1} | dict.fromkeys(AXES[1:], 0.0))
 
 
 def test_a_line_names_the_axes_that_took_time():
