@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from phalanx.spec.schema import Below1, Count, NotNegative, Positive, Range, Whole
 
 Batch = Annotated[int, Range(at_least=1, at_most=2**20)]
+TimeLimit = Annotated[float, Range(above=0, at_most=10**6)]  # a socket counts its own in nanoseconds, in 63 bits
 Precision = Literal["fp32", "bf16", "fp64"]
 Documents = Literal["joined", "separate"]
 
@@ -90,7 +91,7 @@ class CheckpointSpec:
     resume: str = "auto"
     init_from: str | None = None
     verify: bool = True
-    grace_s: Positive = 30.0
+    grace_s: TimeLimit = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ class JobSpec:
     data: DataSpec = DataSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     comm: Literal["auto", "gloo"] = "auto"
-    comm_timeout_s: Positive = 600.0
+    comm_timeout_s: TimeLimit = 600.0
 
     @property
     def tokens_per_step(self) -> int:

@@ -228,7 +228,9 @@ class Checker:
         if _fits(hint, raw):
             return hint(raw)
         instead = ""
-        if hint is int and isinstance(raw, float) and raw.is_integer():
+        if hint is int and type(raw) is int:
+            instead = "a number of less than 64 bits"
+        elif hint is int and isinstance(raw, float) and raw.is_integer():
             instead = f"write {int(raw)}"
         elif hint is not str and isinstance(raw, str):
             instead = "without quotes, if it is one"

@@ -85,7 +85,7 @@ TABLE = [
     # values
     ("global_batch = 8", "global_batch = 0", 6, "job.global_batch = 0", "at least 1"),
     ("global_batch = 8", "global_batch = -8", 6, "job.global_batch = -8", "at least 1"),
-    ("global_batch = 8", "global_batch = 99999999999999999999", 6, "job.global_batch", "a whole number"),
+    ("global_batch = 8", "global_batch = 99999999999999999999", 6, "job.global_batch", "less than 64 bits"),
     ("lr = 1e-3", "lr = nan", 10, "optimizer.lr = NaN", "a finite number"),
     ("lr = 1e-3", "lr = inf", 10, "optimizer.lr = Infinity", "a finite number"),
     ("lr = 1e-3", "lr = -1e-3", 10, "optimizer.lr = -0.001", "above 0"),
@@ -97,6 +97,7 @@ TABLE = [
     ("tensor = 2", "zero = 4", 14, "layout.zero = 4", "one of 0, 1, 2, 3"),
     ("tensor = 2", "zero = true", 14, "layout.zero = true", "one of 0, 1, 2, 3"),
     ('comm = "auto"', "comm_timeout_s = 0", 16, "launch.comm_timeout_s = 0", "above 0", '"30 s"'),
+    ('comm = "auto"', "comm_timeout_s = 1e10", 16, "launch.comm_timeout_s = 10000000000.0", "at most 1,000,000"),
     ('comm = "auto"', 'comm_timeout_s = "30"', 16, '"30" has no unit', "s, min, h"),
     ("tensor = 2", 'bucket_bytes = "16 mb"', 14, 'unknown unit "mb"', "MB", "MiB"),
     # sizes that do not go together
