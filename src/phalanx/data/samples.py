@@ -23,7 +23,7 @@ from phalanx.errors import DataError
 Integers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
-_CHUNK_TOKENS = 16 << 20
+_CHUNK_TOKENS = 1 << 20
 
 
 class Samples:
@@ -101,12 +101,11 @@ class Samples:
         begins = self.documents.begin_within(self._starts(ids), self.seq_len)
         return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
-    def any_supervised(self) -> bool:
-        """Whether there is a label that counts, as far as the mask says."""
-        if self.mask is None:
-            return True
-        starts = range(self.first, self.last, _CHUNK_TOKENS)
-        return any(self.mask[start : min(start + _CHUNK_TOKENS, self.last)].any() for start in starts)
+    def any_supervised(self, num_samples: int) -> bool:
+        """Whether any label of the first `num_samples` samples counts; most often the first few tell."""
+        at_once = max(1, _CHUNK_TOKENS // self.seq_len)
+        chunks = (np.arange(start, min(start + at_once, num_samples)) for start in range(0, num_samples, at_once))
+        return any(self.supervised(ids).any() for ids in chunks)
 
     def _starts(self, ids: Integers) -> Integers:
         return self.first + ids * self.seq_len

@@ -78,10 +78,13 @@ class Source:
                 advice = "give more text, or lower job.global_batch or job.seq_len"
                 what = f"{have}; one global batch {need}"
                 raise DataError(what, where=str(samples.file.bin_path), instead=advice)
-        for part, name in ((self.sets, "train on"), (self.held_out, "validate on")):
-            if part and not any(samples.any_supervised() and samples.num_with_short for samples in part):
-                where = ", ".join(str(samples.file.bin_path) for samples in part)
-                raise DataError(f"no supervised token to {name}", where=where, instead="another mask, or more data")
+        trained = [(samples, samples.num_samples) for samples in self.sets]
+        validated = [(samples, samples.num_with_short) for samples in self.held_out]
+        for part, name in ((trained, "train on"), (validated, "validate on")):
+            if part and not any(samples.any_supervised(number) for samples, number in part):
+                where = ", ".join(str(samples.file.bin_path) for samples, _ in part)
+                instead = "another mask, longer documents, or more data"
+                raise DataError(f"no supervised token to {name}", where=where, instead=instead)
 
     def batch(self, step: int, positions: Sequence[int]) -> Batch:
         """The sequences at `positions` of the global batch of `step` (both from 0)."""

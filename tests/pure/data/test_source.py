@@ -223,6 +223,23 @@ def test_training_and_validation_share_no_token_and_leave_none_out(tmp_path: Pat
     assert max(token for token in trained if token < 1000) >= 323 - 4, "training goes on up to there"
 
 
+@pytest.mark.parametrize("only", [0, 40])
+def test_a_token_that_is_nobodys_label_supervises_nothing(tmp_path: Path, only: int):
+    """The first token of a set is no label; token 40 of 41 is beyond the last whole sample of 13."""
+    prefix = counting(tmp_path, 41)
+    masked(prefix, np.arange(41) == only)
+    with pytest.raises(DataError, match="no supervised token to train on"):
+        source_of(prefix, seq_len=13, seed=1, global_batch=1, vocab=41)
+
+
+def test_separate_documents_of_one_token_are_refused(tmp_path: Path):
+    """To train on them would change nothing, with a loss of 0."""
+    prefix = counting(tmp_path, 41, document=1)
+    source_of(prefix, seq_len=4, seed=1, global_batch=4, vocab=41)
+    with pytest.raises(DataError, match="no supervised token to train on"):
+        source_of(prefix, seq_len=4, seed=1, global_batch=4, vocab=41, documents="separate")
+
+
 @pytest.mark.parametrize("size", [2, 5, 33, 34, 64])
 def test_validation_reads_every_label_once_whatever_the_size(tmp_path: Path, size: int):
     path = sets_of(tmp_path, 41, size)[1]
