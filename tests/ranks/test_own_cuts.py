@@ -212,8 +212,8 @@ def test_what_shapes_do_not_show_verification_does() -> None:
     ("cuts", "tensor", "text"),
     [
         ("auto", 4, r"layers.0.self_attn.k_proj.weight, heads of 8 features, of 2 does not divide among tensor 4"),
-        ({"*.gate": "column"}, 2, r'has nothing that \*.gate fits; instead: "\*.gate_proj"'),
-        ({"*.gate_proj": "columns"}, 2, r'\*.gate_proj: there is no "columns"'),
+        ({"*.gate": "column"}, 2, r"has nothing that ..gate fits\n .* ...gate_proj"),
+        ({"*.gate_proj": "columns"}, 2, 'gate_proj: there is no "columns"'),
         ({"*.norm": "row"}, 2, "model.norm is a RMSNorm, which cannot be cut as"),
         ({"*.up_proj": "column of 5"}, 2, "up_proj.weight of 48 does not consist of 5 parts"),
         ({"*.self_attn.layer_idx": "divided"}, 2, "layers.1.self_attn.layer_idx of 1 does not divide"),
@@ -225,7 +225,7 @@ def test_a_table_that_cannot_be_is_refused_before_anything_starts(cuts: Any, ten
 
 
 def test_models_without_a_table_are_told_which_have_one() -> None:
-    with pytest.raises(InputError, match="there is no table for Linear; instead: a table of your own, as for llama"):
+    with pytest.raises(InputError, match=r"(?s)no table for Linear.*a table of your own, as for llama"):
         check(nn.Linear(2, 2), "auto", 2)
 
 

@@ -39,6 +39,7 @@ from phalanx.plan.comm import Comm
 from phalanx.spec.schema import nearest
 
 KINDS = ("column", "row", "vocabulary", "heads", "divided", "sequence", "tokens")
+_LINEAR = (ColumnParallelLinear, RowParallelLinear)
 _WIDTHS_OF_HEADS = ("head_dim", "attention_head_size", "head_size")
 
 
@@ -137,7 +138,7 @@ class Cutting:
             self._apply(entry)
         self._refuse_half_tied()
         for name, part in module.named_modules():
-            if type(part) is nn.Linear or isinstance(part, RowParallelLinear):
+            if type(part) is nn.Linear or is_transposed(part) or isinstance(part, _LINEAR):
                 part.register_forward_pre_hook(functools.partial(_check_width, name))
 
     def _apply(self, entry: Entry) -> None:
@@ -212,7 +213,9 @@ def _on_result(act: Any, module: nn.Module, arguments: Any, output: Any) -> Any:
 
 def _check_width(name: str, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
     """A layer that is cut in one way only shows where its neighbour is."""
-    expected = layer.weight.shape[0 if getattr(layer, "transposed", False) else -1]
+    expected = layer.in_features if isinstance(layer, _LINEAR) else features(layer)[0]
+    if isinstance(layer, RowParallelLinear):
+        expected //= layer.comm.size
     if arguments and arguments[0].shape[-1] != expected:
         what = f"{name}.weight takes {expected} features here, and gets {arguments[0].shape[-1]}"
         raise InputError(what, where="cuts", instead='"row" after "column", and neither without the other')
