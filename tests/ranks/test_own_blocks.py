@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import InputError
 from phalanx.own.blocks import Blocks
+from phalanx.own.prepare import prepare
 from phalanx.plan.layout import Layout
 from phalanx.plan.module import ModulePlan
 from phalanx.trainer.world import World
@@ -179,6 +180,24 @@ def tied() -> nn.Module:
     return module
 
 
+def complex_valued() -> nn.Module:
+    module = plain()
+    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (tied, "1.weight of stage 0 and 3.weight of stage 1 are one parameter"),
+        (complex_valued, "phase is of type torch.complex64"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_ranks_meet(make: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        prepare(make(), module_plan(Layout(pipeline=2, micro_batch=4)), blocks="2")
+
+
 class ByValue(Noise):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * 2 if inputs.sum().item() > 0 else inputs
@@ -213,7 +232,6 @@ def keywords(world: World, plan: ModulePlan) -> None:
 @pytest.mark.parametrize(
     ("function", "args", "text"),
     [
-        (refused, (tied, "2", 8), "1.weight of stage 0 and 3.weight of stage 1 are one parameter"),
         (refused, (by_value, "2", 8), r"let nothing between the stages depend on values \(.item\(\)"),
         (refused, (plain, "3", 8), "Sequential has no list of modules named 3"),
         (refused, (plain, "2", 7), r"micro-batch 1 has tensors of shapes \[\[3, 1, 4, 4\], \[3\]\]"),

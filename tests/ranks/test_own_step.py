@@ -288,6 +288,24 @@ def test_layouts_that_cannot_run_are_refused(layout: Layout, text: str) -> None:
         prepare(small(), module_plan(layout))
 
 
+def not_finite(world: World, plan: ModulePlan) -> tuple[float, dict[str, Tensor]]:
+    step = step_in(world, small(), plan)
+    inputs, labels = images()
+    inputs[5] = torch.inf
+    step.forward_backward(step.share((inputs, labels)), cross_entropy)
+    record = step.update()
+    return record.skipped_steps, step.state_dict()
+
+
+def test_a_step_without_finite_numbers_names_its_micro_batch_or_changes_nothing() -> None:
+    layout = Layout(data=2, micro_batch=1)
+    with pytest.raises(RankFailed, match=r"it comes from micro-batch 1 \(loss nan \(rank 1\)\)"):
+        on_ranks(layout, not_finite, module_plan(layout))
+    skipped, weights = on_ranks(layout, not_finite, module_plan(layout, on_non_finite="skip"))[0]
+    assert skipped == 1
+    assert all(weights[name].equal(value) for name, value in small().state_dict().items())
+
+
 def refusals(world: World) -> list[str]:
     step, texts = step_in(world, small(), module_plan(Layout())), []
     for act in (

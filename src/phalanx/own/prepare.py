@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import InputError, LayoutError
-from phalanx.own.blocks import Blocks
+from phalanx.own.blocks import Blocks, Cut
 from phalanx.own.cuts import check
 from phalanx.own.engine import ModuleEngine
 from phalanx.own.stage import Forward, call
@@ -82,11 +82,17 @@ def _once(check: Callable[[], T]) -> T:
 
 
 def checked(module: nn.Module, plan: ModulePlan, blocks: Blocks | None, cuts: Mapping[str, str] | None) -> ModulePlan:
-    """The plan with the module's tensors, if it can run here. Raises LayoutError if not."""
+    """The plan with the module's tensors, if it can run here. Raises InputError or LayoutError if not."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            instead = "make it a buffer, or split it into real parts"
+            raise InputError(f"{name} is of type {parameter.dtype}", where="module", instead=instead)
     num_blocks, kinds = len(blocks.listed(module)) if blocks else None, None if cuts is None else set(cuts.values())
     found = module_problems(plan.job, plan.layout, num_blocks, kinds)
     if found:
         raise LayoutError(found)
+    if blocks:
+        Cut(module, blocks, plan.layout)  # refuses what stages would share
     process, needed = Process.read(), plan.layout.num_ranks
     num_ranks = process.num_ranks if process else 1
     if num_ranks != needed:
@@ -107,10 +113,6 @@ def prepared(
     average_buffers: bool = True,
 ) -> ModuleEngine:
     """The engine of `module` among ranks that have met."""
-    for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            instead = "make it a buffer, or split it into real parts"
-            raise InputError(f"{name} is of type {parameter.dtype}", where="module", instead=instead)
     module.to(world.device)
     _take_over(module, world.comm("world"))
     return ModuleEngine(
