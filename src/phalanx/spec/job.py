@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from phalanx.spec.schema import Below1, Count, NotNegative, Positive, Range, Whole
+from phalanx.spec.schema import Below1, Count, Count31, NotNegative, Positive, Range, Whole
 
 Batch = Annotated[int, Range(at_least=1, at_most=2**20)]
 TimeLimit = Annotated[float, Range(above=0, at_most=10**6)]  # a socket counts its own in nanoseconds, in 63 bits
@@ -109,7 +109,7 @@ class JobSpec:
     """
 
     global_batch: Batch
-    seq_len: Count
+    seq_len: Count31
     num_steps: Count
     precision: Precision = "bf16"
     seed: Whole = 1

@@ -12,13 +12,14 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from phalanx.spec.schema import Below1, Count, Positive, Range, Whole
+from phalanx.spec.schema import Below1, Count, Count31, Positive, Range, Whole
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Positions = Literal["learned", "rope"]
 
 Layers = Annotated[int, Range(at_least=1, at_most=100_000)]  # more is a slip, and would keep the planner busy
+Width = Annotated[int, Range(at_least=1, at_most=2**24)]  # so that the planner's products stay within 63 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +53,13 @@ class ModelSpec:
 
     name: str
     num_layers: Layers
-    hidden: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    ffn: Count
-    vocab: Count
-    max_seq_len: Count
+    hidden: Width
+    num_heads: Width
+    num_kv_heads: Width
+    head_dim: Width
+    ffn: Width
+    vocab: Count31
+    max_seq_len: Count31
     norm: Norm
     activation: Activation
     positions: Positions

@@ -59,6 +59,7 @@ class Range:
 
 
 Count = Annotated[int, Range(at_least=1)]
+Count31 = Annotated[int, Range(at_least=1, at_most=2**31 - 1)]  # what token files hold of ids, and of lengths
 Whole = Annotated[int, Range(at_least=0)]
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(at_least=0)]

@@ -35,6 +35,9 @@ def _run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (f"plan run.toml --set cluster.devices_per_node={HUGE}", ["cluster.devices_per_node", "at most 65,536"]),
         (f"plan run.toml --set cluster.num_nodes={HUGE}", ["cluster.num_nodes", "at most 1,048,576"]),
+        (f"plan run.toml --set model.vocab={HUGE}", ["model.vocab", "at most 2,147,483,647"]),
+        (f"plan run.toml --set model.ffn={HUGE}", ["model.ffn", "at most 16,777,216"]),
+        (f"plan run.toml --set job.seq_len={HUGE}", ["job.seq_len", "at most 2,147,483,647"]),
         (f"plan run.toml --set job.global_batch={HUGE}", ["job.global_batch", "at most 1,048,576"]),
         (f"plan run.toml --set layout.micro_batch={HUGE}", ["layout.micro_batch", "at most 1,048,576"]),
         (f"plan run.toml --set layout.recompute_every={HUGE}", ["layout.recompute_every", "at most 100,000"]),
