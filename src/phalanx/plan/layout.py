@@ -125,7 +125,7 @@ class Layout:
         words += [f"ZeRO {self.zero}{within}"] if self.zero else []
         words += [f"experts over {self.expert_group}"] if self.expert_group else []
         words += [f"{self.reduce} reduction"] if self.reduce != "fp32" else []
-        words += ["sequence parallel"] if self.sequence_parallel else []
+        words += ["sequence parallel"] if self.sequence_parallel and self.tensor > 1 else []
         words += [f"{self.tensor_overlap_chunks} chunks"] if self.tensor_overlap_chunks > 1 else []
         some = f" of every {self.recompute_every} layers" if self.recompute_every > 1 else ""
         some = f" of {self.recompute_layers} layers" if self.recompute_layers is not None else some
