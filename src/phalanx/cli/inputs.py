@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from phalanx.checkpoint.folder import find, whole
 from phalanx.errors import CheckpointError, DataError, InputError, LayoutError, Problem
 from phalanx.launch.environment import Launched
 from phalanx.plan.layout import AXES, Layout
@@ -22,10 +23,8 @@ from phalanx.spec.job import DataSpec
 from phalanx.spec.load import RunSpec, load
 
 if TYPE_CHECKING:
-    from phalanx.planner.search import Search
-
-if TYPE_CHECKING:
     from phalanx.data.source import Source
+    from phalanx.planner.search import Search
 
 
 def add_run(parser: argparse.ArgumentParser, *, plans: bool = False) -> None:
@@ -122,20 +121,20 @@ def resumed(plan: Plan, wish: str | None) -> Plan:
 
 
 def check_start(plan: Plan, path: Path, overrides: Sequence[str], run_dir: RunDir | None) -> None:
-    """See that a run that has nothing to go on from in `run_dir` (None: a new folder) can start with the weights it
-    names. Raises CheckpointError, with the line of the run file at `path`, if not."""
+    """See that the checkpoint that a run shall go on from is whole, or that one with nothing to go on from in `run_dir`
+    (None: a new folder) can start with the weights it names. Raises CheckpointError, with the line of the run file at
+    `path`, if not."""
     start, resume = plan.job.checkpoint.init_from, plan.job.checkpoint.resume
-    if start is None or resume not in ("auto", "never"):
-        return
-    from phalanx.checkpoint import folder  # with torch, which only such a run needs here
-    from phalanx.checkpoint.weights import open_weights
-
-    if resume == "auto" and run_dir and folder.find(run_dir.checkpoints):
-        return
     try:
-        open_weights(Path(start), plan.model)
+        if resume not in ("auto", "never"):
+            key = "checkpoint.resume"
+            whole(Path(resume))
+        elif start is not None and not (resume == "auto" and run_dir and find(run_dir.checkpoints)):
+            from phalanx.checkpoint.weights import open_weights  # with torch, which only such a run needs here
+
+            key = "checkpoint.init_from"
+            open_weights(Path(start), plan.model)
     except InputError as error:
-        key = "checkpoint.init_from"
         where = f"{path}: job.{key}" if path.suffix == ".json" else load(path, overrides).where(key)
         found = [replace(each, what=f"{key}: {each.where}: {each.what}", where=where) for each in error.problems]
         raise CheckpointError(found) from error

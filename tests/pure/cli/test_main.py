@@ -120,6 +120,17 @@ def test_a_run_folder_is_no_checkpoint(capsys: pytest.CaptureFixture[str]):
     assert "one of old/checkpoints" in complaint
 
 
+@pytest.mark.parametrize("resume", ["nowhere", "old", ""])
+def test_a_checkpoint_to_go_on_from_is_looked_at_before_any_process_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, resume: str
+):
+    monkeypatch.setattr("phalanx.launch.local.start", None)
+    Path("old").mkdir()
+    Path("run.toml").write_text(f'{RUN}\n[checkpoint]\nresume = "{resume}"\n')
+    complaint = refused(capsys, "train", "run.toml")
+    assert f"run.toml:{len(RUN.splitlines()) + 3}: checkpoint.resume: {Path(resume).absolute()}" in complaint
+
+
 def test_all_mistakes_at_once_with_their_lines(capsys: pytest.CaptureFixture[str]):
     Path("run.toml").write_text(RUN.replace("num_steps = 3", "num_step = 3").replace("tensor = 2", "tensor = '2'"))
     complaint = refused(capsys, "train", "run.toml")
