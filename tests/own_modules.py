@@ -139,7 +139,7 @@ def step_in(world: World, module: nn.Module, plan: ModulePlan, **options: Any) -
 
 def on_ranks(layout: Layout, function: Any, *args: Any, **options: Any) -> list[Any]:
     """`function(world, *args)` on each rank of `layout`."""
-    return run_worlds(layout, function, *args, model=tiny_model(), **options)
+    return run_worlds(layout, function, *args, **{"model": tiny_model(), **options})
 
 
 def load_kernels_without_data() -> None:

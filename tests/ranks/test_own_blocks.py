@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +23,16 @@ from own_modules import (
     relative,
     step_in,
 )
+from tiny import tiny_model
 from torch import Tensor, nn
 
 from phalanx.errors import InputError
 from phalanx.own.blocks import Blocks
 from phalanx.own.prepare import prepare
+from phalanx.own.whole import module_weights
 from phalanx.plan.layout import Layout
 from phalanx.plan.module import ModulePlan
+from phalanx.rundir import RunDir
 from phalanx.trainer.world import World
 
 load_kernels_without_data()
@@ -66,9 +70,9 @@ def alone(make: Any) -> tuple[list[float], dict[str, Tensor], float]:
     return losses, gradients, cross_entropy(module(images(5)[0]), images(5)).item()
 
 
-def hold(layout: Layout, make: Any, blocks: Blocks) -> None:
+def hold(layout: Layout, make: Any, blocks: Blocks, **options: Any) -> None:
     losses, gradients, held_out = alone(make)
-    found = on_ranks(layout, train, module_plan(layout), make, blocks)
+    found = on_ranks(layout, train, module_plan(layout), make, blocks, **options)
     for ours, _, _, evaluated in found:
         assert ours == pytest.approx(losses, rel=1e-4)
         assert ours[0] == pytest.approx(losses[0], rel=1e-5)
@@ -173,10 +177,50 @@ def test_dropout_does_not_depend_on_the_layout() -> None:
 
 
 def tied() -> nn.Module:
-    module = plain()
-    module[1] = nn.Linear(WIDTH, WIDTH)
-    module[3] = nn.Linear(WIDTH, WIDTH)
+    """The first and the last layer have one weight."""
+    torch.manual_seed(0)
+    middle = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 16, bias=False), middle, nn.Linear(16, 16, bias=False))
     module[3].weight = module[1].weight
+    return module
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pipeline=2, micro_batch=2), Layout(pipeline=3, data=2, micro_batch=2, zero=1), Layout(micro_batch=8)],
+    ids=str,
+)
+def test_both_ends_may_share_a_weight(layout: Layout) -> None:
+    hold(layout, tied, Blocks(path="2"), model=tiny_model(tied=True))
+
+
+def kept(world: World, plan: ModulePlan, folder: Path, frozen: bool) -> tuple[float, dict[str, Tensor]]:
+    module = tied()
+    module[1].weight.requires_grad_(not frozen)
+    step = step_in(world, module, plan, blocks=Blocks(path="2"), run_dir=RunDir(folder))
+    loss = step.forward_backward(step.share(images(step.number)), cross_entropy)
+    step.update()
+    step.finish()
+    return loss, step.state_dict()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_shared_weight_is_kept_once(frozen: bool, tmp_path: Path) -> None:
+    stages, alone = Layout(pipeline=2, micro_batch=2), Layout(micro_batch=8)
+    plans = [module_plan(layout, num_steps=2, check_copies_every_steps=1) for layout in (stages, stages, alone)]
+    model = tiny_model(tied=True)
+    for folder in ("stages", "alone"):
+        on_ranks(stages, kept, plans[0], tmp_path / folder, frozen, model=model)
+    (loss, weights), _ = on_ranks(stages, kept, plans[1], tmp_path / "stages", frozen, model=model)
+    assert on_ranks(alone, kept, plans[2], tmp_path / "alone", frozen)[0][0] == pytest.approx(loss, rel=1e-5)
+    stored = module_weights(tmp_path / "stages" / "checkpoints" / "step-000002")
+    assert stored.keys() == weights.keys() == dict(tied().named_parameters()).keys()
+    assert all(stored[name].equal(value) for name, value in weights.items())
+
+
+def tied_in_the_middle() -> nn.Module:
+    module = tied()
+    module[2][2].weight = module[1].weight
     return module
 
 
@@ -189,7 +233,7 @@ def complex_valued() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (tied, "1.weight of stage 0 and 3.weight of stage 1 are one parameter"),
+        (tied_in_the_middle, "1.weight of stage 0 and 2.2.weight of stage 1 are one parameter"),
         (complex_valued, "phase is of type torch.complex64"),
     ],
 )

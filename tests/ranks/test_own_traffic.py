@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from own_modules import (
     BLOCKS,
+    WIDTH,
+    after,
     cross_entropy,
     decoder,
     images,
@@ -16,6 +19,7 @@ from own_modules import (
     on_ranks,
     step_in,
 )
+from tiny import tiny_model
 from torch import nn
 
 from phalanx.plan.layout import Layout
@@ -60,6 +64,25 @@ def test_every_message_is_claimed_and_counted(layout: Layout, precision: str) ->
     plan = module_plan(layout, precision=precision)
     for rank, (claim, fact) in enumerate(on_ranks(layout, counted, plan, decoder, {"blocks": BLOCKS})):
         assert fact == claim, f"rank {rank}"
+
+
+def shared() -> nn.Module:
+    module = decoder()
+    module.leave = nn.Linear(4, WIDTH)
+    module.leave.weight = module.model.enter.weight
+    return module
+
+
+def with_leave(module: Any, state: Any, batch: Any) -> Any:
+    return after(module, state, batch) + (module.leave.weight.sum() + module.leave.bias.sum())
+
+
+def test_the_sum_of_a_shared_weights_gradients() -> None:
+    layout = Layout(pipeline=2, data=2, micro_batch=2, zero=1)
+    options = {"blocks": replace(BLOCKS, after=with_leave)}
+    found = on_ranks(layout, counted, module_plan(layout), shared, options, model=tiny_model(tied=True))
+    assert all(fact == claim for claim, fact in found)
+    assert all(("tied", "tied gradients", "all_reduce") in claim for claim, _ in found)
 
 
 def test_units_found_by_themselves_and_averaged_buffers() -> None:

@@ -13,6 +13,7 @@ from phalanx.errors import InputError
 from phalanx.own.nest import Nest
 from phalanx.own.stage import model_input
 from phalanx.own.units import REST, Share
+from phalanx.plan.groups import embedding_holders
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.schedule import placement
 
@@ -117,8 +118,12 @@ class Cut:
     others are the first stage's or the last's."""
 
     def __init__(self, module: nn.Module, blocks: Blocks, layout: Layout) -> None:
-        """Raises InputError if stages would share a parameter."""
-        self.module, self.blocks = module, blocks
+        """Raises InputError if stages would share a parameter in a way that they cannot.
+
+        `tied` leads from names on the last stage to those of the same parameters on the first one: each has a copy.
+        """
+        self.module, self.blocks, self._layout = module, blocks, layout
+        self.tied: dict[str, str] = {}
         self.listed = blocks.listed(module)
         self.sections = sections(len(self.listed), layout)
         self._prefix = f"{blocks.path}."
@@ -151,10 +156,20 @@ class Cut:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             known = names.setdefault(parameter, name)
             here, there = self.stage_of(known), self.stage_of(name)
-            if here != there:
+            if here == there:
+                continue
+            if not self._may_be_tied(known, name):
                 what = f"{known} of stage {here} and {name} of stage {there} are one parameter"
                 instead = "pipeline = 1, or untie them: give each a parameter of its own"
                 raise InputError(what, where="layout.pipeline", instead=instead)
+            self.tied[name] = known
+
+    def _may_be_tied(self, one: str, other: str) -> bool:
+        """Both ends may hold a copy, as of an embedding that is the head as well, on different ranks and whole."""
+        first, last = embedding_holders(self._layout)
+        ends = {self.stage_of(one), self.stage_of(other)} == {0, len(self.sections) - 1}
+        inside = one.startswith(self._prefix) or other.startswith(self._prefix)
+        return ends and not inside and first != last and self._layout.tensor == 1
 
     def shares(self, stage: int) -> list[Share]:
         """The units of a stage: its blocks, and the rest last. What several blocks share belongs to the rest."""
@@ -171,7 +186,7 @@ class Cut:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and self.stage_of(name) == stage:
                 owner = owners[parameter]
-                members[next(iter(owner)) if len(owner) == 1 else REST][name] = parameter
+                members[next(iter(owner)) if len(owner) == 1 else REST][self.tied.get(name, name)] = parameter
         return [Share(name=name, module=inside.get(name), parameters=held) for name, held in members.items() if held]
 
     @torch.no_grad()

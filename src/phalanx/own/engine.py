@@ -96,10 +96,11 @@ class ModuleEngine:
             cut.let_go(set(mine))
             recompute = layout.recompute == "full"
             self._chains = [Chain(self.module, cut.blocks, cut.sections[stage], recompute) for stage in mine]
+        tied = set(cut.tied.values()) if cut else set()
         every = [cut.shares(stage) for stage in mine] if cut else [shares(self.module)]
         return [
             [
-                Unit(share, flat_layout(share, layout, coord, self._cutting), self._compute, self.device)
+                Unit(share, flat_layout(share, layout, coord, self._cutting, tied), self._compute, self.device)
                 for share in held
             ]
             for held in every
@@ -179,13 +180,17 @@ class ModuleEngine:
         return torch.stack(losses).sum(), self._tally.count
 
     def synchronize(self) -> None:
-        """Make gradients of what tensor ranks share complete, and replicas' buffers one: floating ones become their
-        mean. The first time, see that tensor ranks agree on the gradients of what all of them hold."""
+        """Make gradients of what tensor ranks or both ends of the pipeline share complete, and replicas' buffers one:
+        floating ones become their mean. The first time, see that tensor ranks agree on the gradients of what all of
+        them hold."""
         if self._cutting:
             sum_copies(self)
             if not self._agreed:
                 check_copies(self)
                 self._agreed = True
+        tied = [part.gradients for part in self.data.slices if part.part.copies == "tied"]
+        if tied:
+            self.comm("tied").all_reduce(tied, purpose="tied gradients")
         comm, found = self.comm("data"), self._averaged()
         if found and comm.size > 1:
             # In float64, three equal float32 values have themselves as their mean.
@@ -261,6 +266,8 @@ class ModuleEngine:
         frozen = {name: tensor for name, tensor in self.module.named_parameters() if not tensor.requires_grad}
         for kind, held in (("frozen", frozen), ("buffer", buffers(self.module))):
             for name, tensor in self._held(held).items():
+                copied = self._cut is not None and name in self._cut.tied
+                name = self._cut.tied[name] if copied else name
                 parameter, boxes = placed(name, tensor, self._cutting)
                 cut = self._cutting is not None and name in self._cutting.cuts
                 alone = cut and not self._cutting.cuts[name].copied
@@ -271,7 +278,7 @@ class ModuleEngine:
                         parameter=parameter,
                         rectangle=box,
                         tensor=part.view(box.shape),
-                        owned=self.coord.data == 0 and (alone or self.coord.tensor == 0),
+                        owned=self.coord.data == 0 and (alone or self.coord.tensor == 0) and not copied,
                     )
 
 

@@ -91,15 +91,14 @@ def checked(module: nn.Module, plan: ModulePlan, blocks: Blocks | None, cuts: Ma
     found = module_problems(plan.job, plan.layout, num_blocks, kinds)
     if found:
         raise LayoutError(found)
-    if blocks:
-        Cut(module, blocks, plan.layout)  # refuses what stages would share
+    tied = blocks is not None and bool(Cut(module, blocks, plan.layout).tied)
     process, needed = Process.read(), plan.layout.num_ranks
     num_ranks = process.num_ranks if process else 1
     if num_ranks != needed:
         what = f"the layout ({plan.layout}) needs {needed} processes, got {num_ranks}"
         script = Path(sys.argv[0]).name or "script.py"
         raise LayoutError(what, instead=f"phalanx run --ranks {needed} {script}, or torchrun or srun with as many")
-    return plan.of(named_tensors(module))
+    return plan.of(named_tensors(module), tied=tied)
 
 
 def prepared(

@@ -6,13 +6,14 @@ parameter that several units share belongs to the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.own.cuts import Cutting
+from phalanx.plan.groups import embedding_holders
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.module import ModuleTensor
 from phalanx.plan.shards import Buffer, Copies, Draft, Parameter, Rectangle, place
@@ -73,17 +74,23 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.named_buffers() if name in lasting}
 
 
-def flat_layout(share: Share, layout: Layout, coord: Coord, cutting: Cutting | None = None) -> Buffer:
-    """How the parameters of a unit lie in its flat buffer."""
+def flat_layout(
+    share: Share, layout: Layout, coord: Coord, cutting: Cutting | None = None, tied: Collection[str] = ()
+) -> Buffer:
+    """How the parameters of a unit lie in its flat buffer. `tied`: those of which both ends of the pipeline hold a
+    copy; that of the first stage counts."""
     drafts = []
     for name, tensor in share.parameters.items():
         parameter, boxes = placed(name, tensor, cutting)
         copies: Copies = "none"
         if cutting and (name not in cutting.cuts or cutting.cuts[name].copied):
             copies = "heads" if name in cutting.summed else "tensor"
+        if name in tied:
+            copies = "tied"
         for box in boxes:
             drafts.append(Draft(leaf=name, parameter=parameter, rectangle=box, shape=box.shape, copies=copies))
-    return place(share.name, drafts, layout, coord)
+    first = coord.pipeline == embedding_holders(layout)[0]
+    return place(share.name, drafts, layout, coord, counts_tied=first)
 
 
 def placed(name: str, tensor: Tensor, cutting: Cutting | None) -> tuple[Parameter, tuple[Rectangle, ...]]:

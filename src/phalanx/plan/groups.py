@@ -56,10 +56,14 @@ def groups(model: ModelSpec, layout: Layout) -> tuple[Group, ...]:
         named.append(
             ("kv", [line[i : i + copies] for line in lines(layout, "tensor") for i in range(0, layout.tensor, copies)])
         )
-    if head_copies_embedding(model, layout):
-        first, last = embedding_holders(layout)
-        named.append(("tied", [(line[first], line[last]) for line in lines(layout, "pipeline")]))
-    return axis_groups(layout) + _listed(named)
+    tied = tied_groups(layout) if head_copies_embedding(model, layout) else ()
+    return axis_groups(layout) + _listed(named) + tied
+
+
+def tied_groups(layout: Layout) -> tuple[Group, ...]:
+    """ "tied": the two ranks that hold the ends of the pipeline, for what both of them hold a copy of."""
+    first, last = embedding_holders(layout)
+    return _listed([("tied", [(line[first], line[last]) for line in lines(layout, "pipeline")])])
 
 
 def axis_groups(layout: Layout) -> tuple[Group, ...]:

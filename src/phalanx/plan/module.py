@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from phalanx.plan import plan as plans
 from phalanx.plan.comm import Group
-from phalanx.plan.groups import axis_groups
+from phalanx.plan.groups import axis_groups, tied_groups
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.shards import Parameter
@@ -48,17 +48,19 @@ class ModulePlan:
     """How to train a module: the job, of which it needs no `data`, and the layout. `job.seq_len` counts the tokens
     of one sample, or is 1 where samples have none; it touches nothing but the speed that is shown.
 
-    `tensors` are the module's, whole and in its own order; `phalanx.prepare` fills them in, so that ranks notice if
-    they build different modules, and checkpoints know what they hold.
+    `tensors` are the module's, whole and in its own order, and `tied` says whether both ends of the pipeline hold a
+    copy of some; `phalanx.prepare` fills them in, so that ranks notice if they build different modules, and checkpoints
+    know what they hold.
     """
 
     job: JobSpec
     layout: Layout
     tensors: tuple[ModuleTensor, ...] = ()
+    tied: bool = False
 
-    def of(self, tensors: Iterable[ModuleTensor]) -> ModulePlan:
+    def of(self, tensors: Iterable[ModuleTensor], *, tied: bool = False) -> ModulePlan:
         """The same plan for a module with these tensors."""
-        return replace(self, tensors=tuple(tensors))
+        return replace(self, tensors=tuple(tensors), tied=tied)
 
     def kinds(self) -> dict[str, dict[str, Parameter]]:
         """What a checkpoint holds: global tensors by kind and name."""
@@ -70,7 +72,7 @@ class ModulePlan:
 
     def groups(self) -> tuple[Group, ...]:
         """Every group of more than one rank."""
-        return axis_groups(self.layout)
+        return axis_groups(self.layout) + (tied_groups(self.layout) if self.tied else ())
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""

@@ -13,7 +13,7 @@ from phalanx.plan.layout import Coord
 from phalanx.plan.module import ModulePlan
 from phalanx.plan.schedule import schedule
 from phalanx.plan.shards import Buffer
-from phalanx.plan.stage_traffic import Message, StageTraffic
+from phalanx.plan.stage_traffic import ACCUMULATION_BYTES, Message, StageTraffic
 
 NUM_MODULE_STATISTICS = 10
 """Float64 numbers in the control message of a step: loss, number of items, squared norm, unused parameters, votes to
@@ -49,6 +49,11 @@ def _messages(plan: ModulePlan, coord: Coord, shape: ModuleShape) -> Iterator[Me
         if shape.num_averaged:
             size = 8 * shape.num_averaged
             yield Message(group="data", purpose="buffers", operation="all_reduce", count=1, payload_bytes=size)
+    tied = [part for chunk in shape.buffers for buffer in chunk for part in buffer.parts if part.copies == "tied"]
+    if tied:
+        elements = sum(part.stop - part.start for part in tied) // layout.num_shards
+        size = elements * ACCUMULATION_BYTES[plan.job.precision]
+        yield Message(group="tied", purpose="tied gradients", operation="all_reduce", count=1, payload_bytes=size)
     if layout.num_ranks > 1:
         size = 8 * NUM_MODULE_STATISTICS
         yield Message(group="world", purpose="loss and norm", operation="all_reduce", count=1, payload_bytes=size)

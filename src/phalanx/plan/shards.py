@@ -283,14 +283,24 @@ class _Cutter:
         return drafts
 
 
-def place(name: str, drafts: Sequence[Draft], layout: Layout, coord: Coord, num_kv_copies: int = 1) -> Buffer:
-    """Lay drafts into one buffer: sorted into parts (decayed first, cut before copied), leaves kept together."""
+def place(
+    name: str,
+    drafts: Sequence[Draft],
+    layout: Layout,
+    coord: Coord,
+    num_kv_copies: int = 1,
+    *,
+    counts_tied: bool = False,
+) -> Buffer:
+    """Lay drafts into one buffer: sorted into parts (decayed first, cut before copied), leaves kept together.
+
+    `counts_tied`: whether the copies here of what is tied are those that count."""
     counted = {
         "none": True,
         "tensor": coord.tensor == 0,
         "heads": coord.tensor == 0,
         "kv": coord.tensor % num_kv_copies == 0,
-        "tied": False,
+        "tied": counts_tied,
     }
     order = list(counted)
     by_part: dict[tuple[bool, Copies], list[Draft]] = {}

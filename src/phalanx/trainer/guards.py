@@ -113,8 +113,7 @@ def _copies(engine: Engine) -> Iterator[tuple[Comm, Pieces]]:
         yield engine.data.replicas, _held(engine, ("none", "tensor", "heads", "kv", "tied"))
     yield engine.comm("tensor"), _held(engine, ("tensor", "heads"))
     yield engine.comm("kv"), _held(engine, ("kv",))
-    first = engine.comm("tied").index == 0
-    yield engine.comm("tied"), _held(engine, ("none",), "embedding") if first else _held(engine, ("tied",), "head")
+    yield engine.comm("tied"), list(_held(engine, ("tied",))) or _held(engine, ("none",), "embedding")
 
 
 def _whole(engine: Engine) -> Pieces:
