@@ -104,7 +104,7 @@ def _chunks(file: TokenFile) -> list[Integers]:
 
 
 def _num_supervised(file: TokenFile) -> int:
-    """Tokens that the mask lets a model learn. Raises DataError for a mask of another size."""
+    """Tokens that the mask lets a model learn. Raises DataError for a mask of another size, or of other bytes."""
     path = mask_path(file.prefix)
     if not path.is_file():
         return file.num_tokens
@@ -113,4 +113,10 @@ def _num_supervised(file: TokenFile) -> int:
         raise DataError(what, where=str(path), instead="the mask is of other tokens: build both again")
     mask = np.memmap(path, dtype=np.uint8, mode="r") if file.num_tokens else np.empty(0, np.uint8)
     starts = range(0, file.num_tokens, CHUNK_TOKENS)
-    return sum(int(np.count_nonzero(mask[start : start + CHUNK_TOKENS])) for start in starts)
+    chunks = [mask[start : start + CHUNK_TOKENS] for start in starts]
+    for start, chunk in zip(starts, chunks, strict=True):
+        if chunk.max() > 1:
+            position = start + int(chunk.argmax())
+            what = f"byte {mask[position]} at position {position:,}"
+            raise DataError(what, where=str(path), instead="1 for a supervised token, 0 for others")
+    return sum(int(np.count_nonzero(chunk)) for chunk in chunks)

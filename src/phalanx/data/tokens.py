@@ -57,6 +57,8 @@ class TokenFile:
     """
 
     def __init__(self, prefix: Path) -> None:
+        if not prefix.name:
+            raise DataError("is a folder", where=str(prefix), instead="the prefix of a .bin and an .idx file in it")
         self.prefix = prefix
         self.bin_path, self.idx_path = paths(prefix)
         for path in (self.idx_path, self.bin_path):

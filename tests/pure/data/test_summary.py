@@ -73,6 +73,7 @@ def test_build_and_inspect_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
         (["data", "build", "a.txt", "--tokenizer", "bytes", "--prompt-key", "text"], 'both are "text"'),
         (["data", "build", "/dev/zero", "--tokenizer", "bytes"], "is no plain file"),
         (["data", "inspect", "none"], "no such file"),
+        (["data", "inspect", "/"], "/: is a folder"),
     ],
 )
 def test_wrong_commands_exit_with_2_and_say_why(
@@ -116,6 +117,9 @@ def test_a_mask_is_counted_and_held_against_the_tokens(prefix: Path, capsys: pyt
     assert "3 tokens are learned, the others are prompts" in capsys.readouterr().out
     mask.write_bytes(b"1")
     with pytest.raises(DataError, match="has 1 bytes for 6 tokens"):
+        summarize(prefix)
+    mask.write_bytes(bytes([1, 1, 0, 2, 1, 0]))
+    with pytest.raises(DataError, match="byte 2 at position 3"):
         summarize(prefix)
 
 
