@@ -89,6 +89,8 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path, action, capsys):
     before = sorted(file.name for file in tmp_path.iterdir())
     assert main(["checkpoint", action, str(path), "-o", str(tmp_path / "a")]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert main(["checkpoint", action, str(path), "-o", str(path / "manifest.json" / "b")]) == 2
+    assert "manifest.json/b: cannot be written: " in capsys.readouterr().err
     flipped = path / "weight-00000.safetensors"
     data = bytearray(flipped.read_bytes())
     data[-5] ^= 1

@@ -39,7 +39,7 @@ def export(weights: Weights, target: Path, *, dtype: str = "F32", shard_bytes: i
     `dtype` is the safetensors format's name ("F32", "BF16"). Tied weights are written once, nothing is padded. The
     folder is read back and held against its own config.json before it gets its name.
 
-    Raises CheckpointError if `target` exists, SpecError for a model that no known family has, OSError.
+    Raises CheckpointError if `target` exists or cannot be written, SpecError for a model that no known family has.
     """
     config = hf.config(weights.model)
     tensors = shapes(weights.model)

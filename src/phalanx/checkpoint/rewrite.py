@@ -58,7 +58,7 @@ def to_checkpoint(weights: Weights, target: Path) -> int:
     """Write a checkpoint of step 0 with the weights in fp32, and no state of an optimizer; returns the bytes of its
     tensors. The tokenizer's files go with it.
 
-    Raises CheckpointError if `target` exists, OSError.
+    Raises CheckpointError if `target` exists or cannot be written.
     """
     model = weights.model
     job = JobSpec(global_batch=1, seq_len=model.max_seq_len, num_steps=1, precision="fp32")
@@ -99,7 +99,7 @@ def reshard(path: Path, target: Path) -> int:
     """Write the checkpoint at `path` once more, with all its state, each tensor whole and under its plain name, in
     files of about PART_BYTES; returns the bytes of its tensors. Checksums are compared on the way.
 
-    Raises DamagedCheckpointError, CheckpointError if `target` exists, OSError.
+    Raises DamagedCheckpointError, CheckpointError if `target` exists or cannot be written.
     """
     manifest, plan = opened(path)
     tensors = {(entry.kind, entry.name): entry for entry in manifest.tensors}
@@ -130,13 +130,18 @@ def _copy_others(path: Path, manifest: Manifest, aside: Path) -> None:
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A folder to write in, beside `target`; nothing is left of it after an error."""
+    """A folder to write in, beside `target`; nothing is left of it after an error. Raises CheckpointError if `target`
+    exists, or for what cannot be written (a full disk) or read meanwhile."""
     if target.exists():
         raise CheckpointError("exists already", where=str(target), instead="the name of a new folder")
     aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         yield aside
+    except OSError as error:
+        of = f"{error.filename}: " if error.filename else ""
+        what = f"cannot be written: {of}{error.strerror or error}"
+        raise CheckpointError(what, where=str(target), instead="a new folder where there is room to write") from error
     finally:
         if aside.exists():
             shutil.rmtree(aside)
