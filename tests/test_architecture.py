@@ -48,6 +48,7 @@ PUBLIC = [
     "groups",
     "load",
     "module_weights",
+    "plan_for",
     "predict",
     "prepare",
     "rank_buffers",

@@ -14,6 +14,7 @@ _HOMES = {
     "phalanx.errors": ("CheckFailed", "InputError", "PhalanxError", "Problem", "RunError"),
     "phalanx.launch.local": ("start",),
     "phalanx.own.blocks": ("Blocks",),
+    "phalanx.own.plan_for": ("plan_for",),
     "phalanx.own.prepare": ("prepare",),
     "phalanx.own.trainer": ("Trainer",),
     "phalanx.own.whole": ("module_weights",),

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.errors import InputError
 from phalanx.plan.comm import Comm
+from phalanx.trainer.comm import Counting
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 Act = Callable[[Tensor], Tensor]
@@ -45,7 +46,7 @@ class _Mapping(Function):
 @dataclass(frozen=True, slots=True)
 class Mappings:
     """The mappings over one group. With a group of one they do nothing. On tensors without data (device "meta") they
-    only find shapes."""
+    find shapes."""
 
     comm: Comm
     sequence_parallel: bool = False
@@ -98,19 +99,19 @@ class Mappings:
 
     def _summed(self, values: Tensor) -> Tensor:
         total = values.clone().contiguous()
-        if not total.is_meta:
+        if self._sends(total):
             self.comm.all_reduce(total, purpose="tensor parallel sum")
         return total
 
     def _gathered(self, values: Tensor) -> Tensor:
         first = values.movedim(-2, 0).contiguous()
-        if first.is_meta:
+        if not self._sends(first):
             return first.repeat(self.comm.size, *[1] * (first.dim() - 1)).movedim(0, -2)
         return self._over_tokens.gather(first, "tensor parallel gather").movedim(0, -2)
 
     def _scattered(self, values: Tensor) -> Tensor:
         self._check(values)
-        if values.is_meta:
+        if not self._sends(values):
             return self._sliced(values)
         return self._over_tokens.reduce(values.movedim(-2, 0).contiguous(), "tensor parallel sum").movedim(0, -2)
 
@@ -118,6 +119,10 @@ class Mappings:
         self._check(values)
         held = self._over_tokens.held_tokens(values.shape[-2])
         return values[..., held.start : held.stop, :].contiguous()
+
+    def _sends(self, values: Tensor) -> bool:
+        """Of tensors without data there is nothing to send, but a Comm that only counts shall hear of it."""
+        return not values.is_meta or isinstance(getattr(self.comm, "transport", None), Counting)
 
     @property
     def _over_tokens(self) -> TensorParallel:

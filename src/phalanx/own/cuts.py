@@ -9,7 +9,8 @@ The table leads from patterns of names ("*.self_attn.q_proj"; * stands for anyth
     heads           parameters that all ranks hold, and each uses for its own heads: gradients are summed
     divided         a number that counts what a rank has of something: an attribute, as "*.attn.num_heads"
     sequence        the list of blocks between which, under sequence parallelism, each rank holds its tokens
-    tokens          a module inside of blocks that needs all tokens, as attention and feed-forward halves
+    tokens          a module inside of blocks that needs all tokens, as attention and feed-forward halves: they are
+                    gathered, and gradients summed, once for all "column" layers inside
 """
 
 from __future__ import annotations
@@ -151,9 +152,8 @@ class Cutting:
             if self._cuts_tokens:
                 self._cut_tokens(entry.name, part)
         elif entry.kind == "tokens":
-            if self._cuts_tokens:
-                mappings = Mappings(self._comm, sequence_parallel=True)
-                part.register_forward_pre_hook(functools.partial(_on_first, mappings.enter), with_kwargs=True)
+            mappings = Mappings(self._comm, self._cuts_tokens)
+            part.register_forward_pre_hook(functools.partial(_on_first, mappings.enter), with_kwargs=True)
         else:
             self._replace(entry, part)
 
@@ -178,7 +178,7 @@ class Cutting:
                 return VocabParallelEmbedding.of(layer, group=self._comm)
             return ColumnParallelLinear.of(layer, group=self._comm, gather_output=True)
         new = ColumnParallelLinear.of(layer, group=self._comm, parts=entry.parts)
-        if self._cuts_tokens and any(entry.name.startswith(f"{name}.") for name in self._whole):
+        if any(entry.name.startswith(f"{name}.") for name in self._whole):
             new.enters = False  # the module around it does
         return new
 

@@ -1,0 +1,264 @@
+"""plan_for: layouts for a module that no ModelSpec describes, ranked by what was recorded of it (own.record)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from phalanx.errors import InputError, LayoutError, Problem
+from phalanx.own.blocks import Blocks, Section, sections
+from phalanx.own.cuts import check
+from phalanx.own.nest import Nest
+from phalanx.own.record import Recorded, record
+from phalanx.own.stage import Forward, Loss, call
+from phalanx.plan.layout import Layout
+from phalanx.plan.legality import module_problems
+from phalanx.planner.candidates import divisors
+from phalanx.planner.compute import optimizer_s, total_s
+from phalanx.planner.engine import OURS, engine
+from phalanx.planner.network import collective_s, placements, point_to_point_s
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.job import JobSpec
+from phalanx.trainer.flat import COMPUTE_DTYPES
+from phalanx.units import format_bytes, format_seconds
+
+ASSUMPTIONS = (
+    "recorded: operations, kept bytes and messages of one forward and backward without data",
+    "passes over memory one by one, as torch runs them; attention of torch as one kernel",
+    "no message of the data axis hides under compute; one block more than a stage keeps is alive",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePrediction:
+    """A layout for a module: seconds of a step by kind, and bytes by kind on the stage that needs most."""
+
+    layout: Layout
+    step_s_by_kind: Mapping[str, float]
+    memory_bytes: Mapping[str, int]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.step_s_by_kind.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSearch:
+    """Layouts that fit, the fastest first; `num_layouts` legal ones were looked at. `recorded` are the parts of the
+    module whole, for one sample. `str()` is a table."""
+
+    plans: tuple[ModulePrediction, ...]
+    num_layouts: int
+    num_fitting: int
+    recorded: tuple[Recorded, ...]
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+
+    def __str__(self) -> str:
+        rows = [
+            f"{format_seconds(each.step_s):>9}  {format_bytes(sum(each.memory_bytes.values())):>9}  {each.layout}"
+            for each in self.plans
+        ]
+        heading = f"{'step':>9}  {'memory':>9}  layout ({self.num_fitting} of {self.num_layouts} fit; recorded)"
+        return "\n".join([heading, *rows])
+
+
+def plan_for(
+    module: nn.Module,
+    job: JobSpec,
+    cluster: ClusterSpec,
+    batch: Nest,
+    loss: Loss,
+    *,
+    forward: Forward = call,
+    blocks: Blocks | str | None = None,
+    cuts: Mapping[str, str] | str | None = None,
+    given: Mapping[str, Any] | None = None,
+    top: int = 10,
+) -> ModuleSearch:
+    """Rank the layouts over all devices of `cluster` in which `phalanx.prepare` can train `module`. `batch` is an
+    example of what it gets, with samples along dim 0; `given` are keys of Layout that keep their value. The module may
+    lie on the device "meta"; nothing is computed, and no process started.
+
+    Raises LayoutError if no layout can run or fit, InputError if the module cannot be run without data.
+    """
+    blocks = Blocks(path=blocks) if isinstance(blocks, str) else blocks
+    table = None if cuts is None else check(module, cuts, 1)
+
+    @functools.cache
+    def recorded(tensor: int, sequence_parallel: bool, micro_batch: int) -> list[Recorded] | None:
+        try:
+            if table is not None:
+                check(module, table, tensor)
+            return record(
+                module,
+                batch,
+                loss,
+                forward=forward,
+                blocks=blocks,
+                cuts=table,
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                micro_batch=micro_batch,
+                dtype=COMPUTE_DTYPES[job.precision],
+            )
+        except InputError:
+            if tensor == 1:
+                raise
+            return None  # this many tensor ranks cannot share it
+
+    num_blocks = len(blocks.listed(module)) if blocks else None
+    found = []
+    for layout in _layouts(job, cluster, num_blocks, None if table is None else set(table.values()), given or {}):
+        parts = recorded(layout.tensor, layout.sequence_parallel, layout.micro_batch)
+        if parts is not None:
+            found.append(_price(layout, parts, job, cluster))
+    if not found:
+        what = f"no layout over {cluster.num_devices} devices can train this module"
+        raise LayoutError(what, instead="other devices, another job.global_batch, or fewer keys given")
+    fitting = [each for each in found if sum(each.memory_bytes.values()) <= cluster.device.memory_bytes]
+    if not fitting:
+        least = min(found, key=lambda each: sum(each.memory_bytes.values()))
+        needed = format_bytes(sum(least.memory_bytes.values()))
+        what = f"{least.layout} needs {needed} of {format_bytes(cluster.device.memory_bytes)}, and others more"
+        raise LayoutError(Problem(what=what, where=cluster.name, instead="more devices, or larger ones"))
+    fitting.sort(key=lambda each: (each.step_s, sum(each.memory_bytes.values())))
+    whole = recorded(1, False, 1)
+    assert whole is not None
+    return ModuleSearch(
+        plans=tuple(fitting[:top]), num_layouts=len(found), num_fitting=len(fitting), recorded=tuple(whole)
+    )
+
+
+def _layouts(
+    job: JobSpec, cluster: ClusterSpec, num_blocks: int | None, cuts: set[str] | None, given: Mapping[str, Any]
+) -> Iterator[Layout]:
+    """All legal ways to use all devices, one forward, one backward."""
+    devices = cluster.num_devices
+    sizes = divisors(devices)
+    inside = [size for size in sizes if cuts is not None and cluster.devices_per_node % size == 0] or [1]
+    for tensor, pipeline in itertools.product(inside, sizes):
+        if devices % (tensor * pipeline):
+            continue
+        data = devices // (tensor * pipeline)
+        options = itertools.product(
+            divisors(max(1, job.global_batch // data)),
+            (0, 1, 2, 3) if data > 1 else (0,),
+            ("none", "full") if num_blocks else ("none",),
+            (False, True) if tensor > 1 else (False,),
+        )
+        for micro_batch, zero, recompute, sequence_parallel in options:
+            keys = {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "data": data,
+                "micro_batch": micro_batch,
+                "zero": zero,
+                "recompute": recompute,
+                "sequence_parallel": sequence_parallel,
+            }
+            layout = Layout(**{**given, **keys})
+            kept = all(getattr(layout, key) == value for key, value in given.items())
+            if kept and not module_problems(job, layout, num_blocks, cuts):
+                yield layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """One stage's parts, and what they come to for a micro-batch."""
+
+    parts: Sequence[Recorded]
+    blocks: Sequence[Recorded]
+
+    def total(self, key: str) -> int:
+        return sum(getattr(part, key) for part in self.parts)
+
+
+def _stages(layout: Layout, parts: Sequence[Recorded]) -> list[_Stage]:
+    if len(parts) == 1:
+        return [_Stage(parts=parts, blocks=())]
+    before, *blocks, after = parts
+
+    def stage(section: Section) -> _Stage:
+        inside = [blocks[layer] for layer in section.layers]
+        ends = ([before] if section.first else []), ([after] if section.last else [])
+        return _Stage(parts=[*ends[0], *inside, *ends[1]], blocks=inside)
+
+    return [stage(section) for section in sections(len(blocks), layout)]
+
+
+def _price(layout: Layout, parts: Sequence[Recorded], job: JobSpec, cluster: ClusterSpec) -> ModulePrediction:
+    """Seconds and bytes; the schedule is priced as 1F1B: its slowest stage m times, the others once (Megatron-LM,
+    arXiv 2104.04473, section 2.2)."""
+    runner, device, stages = engine(OURS), cluster.device, _stages(layout, parts)
+    places, count = placements(cluster, layout), layout.num_micro_batches(job.global_batch)
+    full = layout.recompute == "full"
+
+    def compute_s(operations: Sequence[Recorded], *, backward: bool) -> float:
+        every = [each for part in operations for each in (part.backward if backward else part.forward)]
+        return float(total_s(every, device, job.precision, runner, backward=backward))
+
+    def tensor_s(stage: _Stage) -> float:
+        messages = [message for part in stage.parts for message in part.messages]
+        again = [message for part in stage.blocks for message in part.messages] if full else []
+        each = [(1.0, message) for message in messages] + [(0.5, message) for message in again]
+        return sum(
+            share * times * float(collective_s(cluster, operation, size / times, places["tensor"]))
+            for share, (operation, times, size) in each
+        )
+
+    work = [compute_s(each.parts, backward=False) + compute_s(each.parts, backward=True) for each in stages]
+    repeated = [compute_s(each.blocks, backward=False) if full else 0.0 for each in stages]
+    talk = [tensor_s(each) for each in stages]
+    busy = [sum(each) for each in zip(work, repeated, talk, strict=True)]
+    slowest = max(range(len(stages)), key=busy.__getitem__)
+    bound = max((part.output_bytes for part in parts[:-1]), default=0)
+    hop_s = 2 * float(point_to_point_s(cluster, bound, places["pipeline"])) * (len(stages) - 1)
+    states, zero, shards = runner.states_for(job.precision), layout.zero, layout.num_shards
+    trained = max(each.total("num_trained") for each in stages)
+
+    def data_s(operation: str, size: float) -> float:
+        return float(collective_s(cluster, operation, size, places["data"]))
+
+    gather = data_s("all_gather", trained * min(2.0, states.parameter))
+    scatter = data_s("reduce_scatter", trained * runner.reduce_bytes)
+    reduction = {
+        0: data_s("all_reduce", trained * runner.reduce_bytes),
+        1: scatter + gather,
+        2: count * scatter + gather,
+        3: count * (scatter + 2 * gather),
+    }
+    seconds = {
+        "compute": count * work[slowest],
+        "recompute": count * repeated[slowest],
+        "tensor": count * talk[slowest],
+        "pipeline": sum(busy) - busy[slowest] + hop_s,
+        "data": reduction[zero] if layout.data > 1 else 0.0,
+        "optimizer": float(optimizer_s(trained / (shards if zero else 1), runner, device)),
+    }
+    needed = [_memory(layout, number, stage, count, states) for number, stage in enumerate(stages)]
+    return ModulePrediction(
+        layout=layout, step_s_by_kind=seconds, memory_bytes=max(needed, key=lambda each: sum(each.values()))
+    )
+
+
+def _memory(layout: Layout, number: int, stage: _Stage, count: int, states: Any) -> dict[str, int]:
+    zero, shards = layout.zero, layout.num_shards
+    in_flight = min(count, layout.pipeline - number)
+    largest = max((part.kept_bytes for part in stage.blocks), default=0)
+    kept = stage.total("kept_bytes")
+    if layout.recompute == "full":
+        kept += sum(part.output_bytes - part.kept_bytes for part in stage.blocks)
+    whole = max((part.num_elements for part in stage.parts), default=0) if zero == 3 else 0
+    trained = stage.total("num_trained")
+    return {
+        "parameters": int(states.parameter * (stage.total("num_elements") / (shards if zero == 3 else 1) + whole)),
+        "gradients": int(states.gradient * trained / (shards if zero >= 2 else 1)),
+        "optimizer": int(states.optimizer * trained / (shards if zero else 1)),
+        "activations": in_flight * kept + largest,
+    }

@@ -1,0 +1,142 @@
+"""What a recorded module is said to do equals what the operations of its ModelSpec say; plans for it are ranked."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from own_modules import cross_entropy, images, load_kernels_without_data, small
+from tiny import toy_cluster
+from torch import nn
+
+from phalanx.errors import InputError, LayoutError
+from phalanx.own.families import table_of
+from phalanx.own.plan_for import plan_for
+from phalanx.own.record import record
+from phalanx.own.stage import call
+from phalanx.plan import operations
+from phalanx.plan.cut import cut_of
+from phalanx.plan.layout import Layout
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "own"))
+import llama
+
+load_kernels_without_data()
+
+VOCAB, HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, LENGTH = 64, 32, 48, 4, 4, 2, 16
+
+
+def make_llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+BATCH = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(("tensor", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_recorded_products_are_those_of_the_model_spec(tensor: int, sequence_parallel: bool) -> None:
+    model = make_llama()
+    parts = record(
+        model,
+        BATCH,
+        llama.next_token,
+        forward=call,
+        blocks=llama.BLOCKS,
+        cuts=table_of(model),
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        micro_batch=2,
+    )
+    spec = ModelSpec(
+        name="tiny",
+        num_layers=LAYERS,
+        hidden=HIDDEN,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        ffn=FFN,
+        vocab=VOCAB,
+        max_seq_len=LENGTH,
+        head_dim=HIDDEN // HEADS,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rope",
+        tied=False,
+    )
+    layout = Layout(tensor=tensor, micro_batch=2, sequence_parallel=sequence_parallel)
+    cut, kernels = cut_of(spec, LENGTH, layout, 4), operations.Kernels()
+    layer = operations.layer(spec, cut, kernels)
+    said = (*layer.forward, *layer.input_gradient, *layer.weight_gradient)
+    assert len(parts) == LAYERS + 2
+    for kind in ("matmul", "attention"):
+        found = sum(each.flops for each in (*parts[1].forward, *parts[1].backward) if each.kind == kind)
+        assert found == sum(each.flops for each in said if each.kind == kind) > 0, kind
+    head = operations.head(spec, cut, kernels)
+    said = (*head.forward, *head.input_gradient, *head.weight_gradient)
+    assert parts[-1].product_flops == sum(each.flops for each in said if each.kind == "matmul")
+    num_trained = sum(part.num_trained for part in parts)
+    assert num_trained == model.num_parameters() if tensor == 1 else num_trained > model.num_parameters() / tensor
+    messages = {operation: count for operation, count, _ in parts[2].messages}
+    expected = {"all_gather": 4, "reduce_scatter": 4} if sequence_parallel else {"all_reduce": 4}
+    assert messages == (expected if tensor > 1 else {})
+
+
+def job(**changes: Any) -> JobSpec:
+    return JobSpec(**{"global_batch": 16, "seq_len": LENGTH, "num_steps": 1, "precision": "fp32", **changes})
+
+
+def test_layouts_for_a_module_are_ranked() -> None:
+    with torch.device("meta"):
+        model = make_llama()
+    found = plan_for(model, job(), toy_cluster(8), BATCH, llama.next_token, blocks=llama.BLOCKS, cuts="auto", top=500)
+    steps = [each.step_s for each in found.plans]
+    assert steps == sorted(steps) and found.num_fitting == found.num_layouts == len(steps) > 100
+    layouts = {(each.layout.tensor, each.layout.pipeline, each.layout.data) for each in found.plans}
+    assert {(1, 1, 8), (2, 1, 4), (1, 2, 4)} <= layouts
+    assert all(each.layout.tensor <= KV_HEADS for each in found.plans)  # more ranks would have to copy heads
+    assert "recorded" in str(found).splitlines()[0] and str(found.plans[0].layout) in str(found).splitlines()[1]
+    kept = plan_for(
+        model, job(), toy_cluster(8), BATCH, llama.next_token, blocks=llama.BLOCKS, cuts="auto", given={"pipeline": 4}
+    )
+    assert {each.layout.pipeline for each in kept.plans} == {4}
+
+
+def test_recompute_and_zero_take_less_memory() -> None:
+    def needed(**given: Any) -> int:
+        keys = {"data": 8, "micro_batch": 2, "zero": 0, "recompute": "none", **given}
+        found = plan_for(make_llama(), job(), toy_cluster(8), BATCH, llama.next_token, blocks=llama.BLOCKS, given=keys)
+        return sum(found.plans[0].memory_bytes.values())
+
+    assert needed() > needed(recompute="full")
+    assert needed() > needed(zero=1) > needed(zero=2) > needed(zero=3)
+
+
+def test_a_module_without_blocks_has_data_parallel_layouts() -> None:
+    found = plan_for(small(), job(), toy_cluster(4), images(), cross_entropy)
+    assert {each.layout.data for each in found.plans} == {4}
+    assert [part.name for part in found.recorded] == ["module"]
+    assert any(each.name.startswith("aten.convolution") for each in found.recorded[0].forward)
+
+
+def test_what_cannot_be_planned_is_refused_in_words() -> None:
+    small_devices = replace(toy_cluster(2), device=replace(toy_cluster(2).device, memory_bytes=10_000))
+    with pytest.raises(LayoutError, match=r"needs .* of 9.77 KiB, and others more"):
+        plan_for(small(), job(), small_devices, images(), cross_entropy)
+    with pytest.raises(InputError, match="cannot be run on tensors without data"):
+        plan_for(small(), job(), toy_cluster(2), images(), lambda output, batch: output.mean() * output.sum().item())
