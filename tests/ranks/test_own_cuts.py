@@ -4,6 +4,7 @@ refused, or found by the first step."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def make_neox() -> nn.Module:
     return made(config, transformers.GPTNeoXForCausalLM)
 
 
+def make_bert() -> nn.Module:
+    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return made(config, transformers.BertForMaskedLM)
+
+
+def make_vit_of_transformers() -> nn.Module:
+    config = transformers.ViTConfig(**SIZES, image_size=8, patch_size=2, num_channels=1, num_labels=10)
+    return made(config, transformers.ViTForImageClassification)
+
+
 def tokens() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(62, (8, 16), generator=torch.Generator().manual_seed(2))}
 
@@ -144,6 +155,7 @@ LAYOUTS = {
     "zero 3": (Layout(tensor=2, data=2, zero=3, micro_batch=2, sequence_parallel=True), make_gpt2, None),
     "norms of heads": (Layout(tensor=2, data=2, zero=2, micro_batch=2, sequence_parallel=True), make_qwen3, None),
     "heads of three": (Layout(tensor=2, micro_batch=4, sequence_parallel=True), make_neox, None),
+    "bert": (Layout(tensor=2, data=2, micro_batch=4), make_bert, None),
     "weight gradients put off": (
         Layout(tensor=2, pipeline=2, schedule="zb-h1", micro_batch=2),
         make_qwen3,
@@ -172,6 +184,14 @@ def test_a_vision_transformer_over_tensor_pipeline_and_data() -> None:
     hold(layout, make_vit, batch, vision_transformer.cross_entropy, cuts=table, blocks=Blocks(path="blocks"))
 
 
+def pixels() -> dict[str, Tensor]:
+    return {"pixel_values": digits.training()[0][:8].double(), "labels": digits.training()[1][:8]}
+
+
+def test_a_vision_transformer_of_transformers() -> None:
+    hold(Layout(tensor=2, data=2, micro_batch=2), make_vit_of_transformers, pixels(), lambda output, batch: output.loss)
+
+
 def first_step(world: World, plan: ModulePlan, make: Any, cuts: Any) -> Compared:
     step = step_in(world, make(), plan, cuts=cuts)
     return compare_step(step, make, next_token, tokens(), call)
@@ -195,6 +215,45 @@ def test_a_wrong_table_is_refused_at_the_first_step(make: Any, changes: dict[str
     layout = Layout(tensor=2, micro_batch=8)
     with pytest.raises(RankFailed, match=text):
         on_ranks(layout, first_step, plan_of(layout), make, table)
+
+
+@pytest.mark.parametrize("family", [transformers.MistralConfig, transformers.Qwen2Config, transformers.LlamaConfig])
+def test_tables_fit_their_families(family: Any) -> None:
+    """With a head and without."""
+    config = family(**{**SIZES, "num_key_value_heads": 2})
+    with torch.device("meta"):
+        for kind in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+            model = kind.from_config(config)
+            assert check(model, "auto", 2) == table_of(model)
+
+
+def narrow(world: World, plan: ModulePlan) -> dict[str, Tensor]:
+    return step_in(world, make_gpt2().float(), plan, cuts=check(make_gpt2(), "auto", 2)).state_dict()
+
+
+def test_master_weights_keep_what_the_module_had() -> None:
+    layout = Layout(tensor=2, data=2, zero=3, micro_batch=2)
+    plan = plan_of(layout)
+    plan = replace(plan, job=replace(plan.job, precision="bf16"))
+    weights = on_ranks(layout, narrow, plan)[0]
+    for name, parameter in make_gpt2().float().named_parameters():
+        assert weights[name].equal(parameter), name
+
+
+def rounded(world: World, plan: ModulePlan) -> float:
+    model = make_llama().float()
+    step = step_in(world, model, plan, blocks=llama.BLOCKS, cuts=check(model, "auto", plan.layout.tensor))
+    return step.forward_backward(step.share(tokens()), next_token)
+
+
+def test_stages_agree_about_what_passes_in_bf16() -> None:
+    """Each finds it by itself, and holds other weights than the next one."""
+    layout = Layout(tensor=2, pipeline=2, micro_batch=2, sequence_parallel=True)
+    plan = plan_of(layout)
+    plan = replace(plan, job=replace(plan.job, precision="bf16"))
+    found = on_ranks(layout, rounded, plan)
+    total, count = next_token(make_llama()(**tokens()), tokens())
+    assert found == pytest.approx([total.item() / count] * 4, rel=1e-2)
 
 
 def test_what_shapes_do_not_show_verification_does() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from own_modules import cross_entropy, images, load_kernels_without_data, small
+from own_modules import cross_entropy, images, load_kernels_without_data, on_ranks, small, step_in
 from tiny import toy_cluster
 from torch import nn
 
@@ -22,8 +22,10 @@ from phalanx.own.stage import call
 from phalanx.plan import operations
 from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Layout
+from phalanx.plan.module import ModulePlan
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
+from phalanx.trainer.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "own"))
 import llama
@@ -95,6 +97,45 @@ def test_recorded_products_are_those_of_the_model_spec(tensor: int, sequence_par
     messages = {operation: count for operation, count, _ in parts[2].messages}
     expected = {"all_gather": 4, "reduce_scatter": 4} if sequence_parallel else {"all_reduce": 4}
     assert messages == (expected if tensor > 1 else {})
+
+
+def sent(world: World, plan: ModulePlan, options: Any) -> dict[tuple[str, str], list[int]]:
+    """What the second step sends over the tensor axis."""
+    step = step_in(world, make_llama(), plan, **options)
+    batch = {"input_ids": torch.zeros(plan.job.global_batch, LENGTH, dtype=torch.int64)}
+    for _ in range(2):
+        world.recorder.messages.clear()
+        step.forward_backward(step.share(batch), llama.next_token)
+        found = {key[1:]: value for key, value in world.recorder.messages.items() if key[0] == "tensor"}
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_recorded_messages_are_those_that_are_sent(sequence_parallel: bool) -> None:
+    options = {"blocks": llama.BLOCKS, "cuts": table_of(make_llama())}
+    layout = Layout(tensor=2, micro_batch=2, sequence_parallel=sequence_parallel)
+    said: dict[str, list[int]] = {}
+    for part in record(
+        make_llama(),
+        BATCH,
+        llama.next_token,
+        forward=call,
+        tensor=2,
+        micro_batch=2,
+        sequence_parallel=sequence_parallel,
+        **options,
+    ):
+        for operation, count, size in part.messages:
+            known = said.setdefault(operation, [0, 0])
+            said[operation] = [known[0] + count, known[1] + size]
+    found = on_ranks(layout, sent, ModulePlan(job=job(global_batch=4), layout=layout), options)[0]
+    shared = found.pop(("shared gradients", "all_reduce"), None)
+    assert (shared is not None) == sequence_parallel
+    counted: dict[str, list[int]] = {}
+    for (_, operation), (count, size) in found.items():
+        known = counted.setdefault(operation, [0, 0])
+        counted[operation] = [known[0] + count, known[1] + size]
+    assert counted == {operation: [2 * count, 2 * size] for operation, (count, size) in said.items()}
 
 
 def job(**changes: Any) -> JobSpec:

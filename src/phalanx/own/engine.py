@@ -73,7 +73,7 @@ class ModuleEngine:
         self.optimizer = AdamW(self.data.slices, job.optimizer)
         wide.give_to(self.data, self.optimizer)
         for parameter in module.parameters():
-            if not parameter.requires_grad and not parameter.is_meta:
+            if not parameter.requires_grad or parameter.is_meta:  # trained ones that are held lie in flat buffers
                 parameter.data = parameter.data.to(self._compute)
         if self._compute == torch.bfloat16:
             fit_types(module)
