@@ -228,8 +228,8 @@ class DataParallel:
         if self.zero < 2:
             return
         for reduction in self._reductions:
-            if reduction.goes_on and any(buffer in reduction.buffers for buffer in block.reads):
-                reduction.advance()
+            while reduction.goes_on and any(buffer in reduction.buffers for buffer in block.reads):
+                reduction.advance()  # fp16 agrees on a scale first: what was summed is safe after the second message
         for buffer in block.reads:
             buffer.allocate_gradients()
 
