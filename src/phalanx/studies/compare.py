@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
+from phalanx.plan.reduction import NARROW
 from phalanx.watch.records import Array, Moment, RankRecord, StepFacts, TensorPiece
 
 
@@ -62,7 +63,7 @@ class Finding:
 
 def compare(plan: Plan, ranks: Sequence[RankRecord], reference: RankRecord) -> list[Finding]:
     """All comparisons of the run of `plan`, recorded by `ranks`, with that of one process."""
-    allowed = TOLERANCES[plan.job.precision]
+    allowed = TOLERANCES["bf16" if plan.layout.reduce in NARROW else plan.job.precision]
     held = _Held(plan.layout, ranks)
     findings = []
     for number, expected in enumerate(reference.steps):

@@ -22,13 +22,15 @@ def scaled(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     each as "layout.data 64 → 2".
 
     What is kept: which axes are cut, schedule, ZeRO, sequence parallelism, tying, biases, dropout, how query heads
-    share kv heads and tensor ranks copy them, layers that do not divide, a vocabulary that needs padding.
+    share kv heads and tensor ranks copy them, layers that do not divide, a vocabulary that needs padding. Reductions
+    that send a part of the gradients send them all.
     """
     layout = _layout(plan.layout)
     model = _model(plan, layout) if plan.model.num_parameters > MAX_PARAMETERS else _fitting(plan.model, layout)
     if layout.stage_layers and sum(layout.stage_layers) != model.num_layers:
         layout = replace(layout, stage_layers=None)
     job, layout = _job(plan.job, layout)
+    layout = replace(layout, **_exact(layout, model))
     small = replace(plan, model=model, job=job, layout=layout, prediction=None)
     return small, tuple(_changes(plan, small))
 
@@ -48,6 +50,16 @@ def _layout(layout: Layout) -> Layout:
         zero_group=_zero_group(layout, sizes["data"]),
         stage_layers=layout.stage_layers if sizes["pipeline"] == layout.pipeline else None,
     )
+
+
+def _exact(layout: Layout, model: ModelSpec) -> dict[str, Any]:
+    """What makes a reduction that sends a part of the gradients send them all: no process alone leaves any out."""
+    match layout.reduce:
+        case "powersgd":
+            return {"reduce_rank": max(layout.reduce_rank, model.hidden)}
+        case "top-k":
+            return {"reduce_fraction": 1.0}
+    return {}
 
 
 def _zero_group(layout: Layout, data: int) -> int:
