@@ -1,8 +1,8 @@
 """A step of ZeRO 1 to 3 beside DeepSpeed's: `python benchmarks/deepspeed_peer.py FOLDER`.
 
-DeepSpeed is no dependency of this project: the first call makes an environment for it in FOLDER (some minutes), and every
-call continues there. Model, batch and measure are those of step_time.py: contenders take turns, and the figure is CPU
-seconds per step over all ranks, as the median of ratios within one round.
+DeepSpeed is no dependency of this project: the first call makes an environment for it in FOLDER (some minutes), and
+every call continues there. Model, batch and measure are those of step_time.py: contenders take turns, and the figure is
+CPU seconds per step over all ranks, as the median of ratios within one round.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import argparse
+import importlib
 import importlib.util
 import logging
 import statistics
@@ -58,7 +59,7 @@ def compare(num_rounds: int, num_steps: int) -> None:
     def load() -> None:
         plain_model.load()
         logging.disable(logging.WARNING)
-        import deepspeed
+        importlib.import_module("deepspeed")
 
     def theirs(stage: int) -> Contender:
         def steps(rank: int, folder: Path) -> Steps:
