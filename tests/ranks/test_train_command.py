@@ -163,7 +163,7 @@ def test_asked_to_stop_a_run_saves_and_goes_on_later(number: str, to_a_rank: boo
         finally:
             process.kill()
     assert process.returncode == code, report
-    assert "with everything saved" in output
+    assert "with everything saved; the same command with --run-dir run goes on" in output
     steps = len(losses("run"))
     assert Path(f"run/checkpoints/step-{steps:06d}").is_dir()
     again = command("phalanx", "train", "run.toml", "--run-dir", "run", f"--set=job.num_steps={steps + 2}")

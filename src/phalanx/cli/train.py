@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment.check_alone(plan.layout.num_ranks, plan.cluster.devices_per_node)
     given = RunDir(arguments.run_dir) if arguments.run_dir else None
     check_start(plan, arguments.run, arguments.overrides, given)
+    plan = with_data(plan)  # last, as building token files may take long
     run_dir = given or RunDir.default(plan.model.name)
     with run_dir.lock():
         with writing(run_dir.plan, "--run-dir"):
@@ -60,6 +61,7 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
         plan = _plan(arguments, launched)
         folder = arguments.run_dir or Path("runs") / environment.run_name(launched, file_name(plan.model.name))
         check_start(plan, arguments.run, arguments.overrides, RunDir(folder))
+        plan = with_data(plan, quiet=launched.local_rank > 0)
         if launched.port:
             listen(launched.port).close()  # is it free?
     except InputError as error:
@@ -80,6 +82,5 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
 
 
 def _plan(arguments: argparse.Namespace, launched: environment.Launched | None) -> Plan:
-    """The plan with all that a worker needs; nothing reaches it from elsewhere."""
-    plan = resumed(plan_of(arguments.run, arguments.overrides, launched), arguments.resume)
-    return with_data(plan, quiet=launched is not None and launched.local_rank > 0)
+    """The plan with all that a worker needs but the data; nothing reaches it from elsewhere."""
+    return resumed(plan_of(arguments.run, arguments.overrides, launched), arguments.resume)

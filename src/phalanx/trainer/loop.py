@@ -108,7 +108,7 @@ def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> Non
         world.recorder.phase = "checkpoint"
         if stop.agreed and number + 1 < job.num_steps:
             continuation.finish(number + 1)
-            stopped = stop.leave(number + 1)
+            stopped = stop.leave(number + 1, f"the same command with --run-dir {run_dir.path}")
             if world.rank == 0:
                 _say(str(stopped))
             raise stopped

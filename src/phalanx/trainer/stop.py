@@ -31,8 +31,6 @@ class StopRequest:
         """Take the votes of all ranks."""
         self.agreed = self.agreed or votes > 0
 
-    def leave(self, step: int) -> Stopped:
-        """What to raise once the state after `step` steps is saved."""
-        return Stopped(
-            f"stopped after step {step} as asked, with everything saved; the same command goes on from there"
-        )
+    def leave(self, step: int, again: str) -> Stopped:
+        """What to raise once the state after `step` steps is saved; `again` is the command that goes on."""
+        return Stopped(f"stopped after step {step} as asked, with everything saved; {again} goes on from there")
