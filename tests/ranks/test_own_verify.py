@@ -18,7 +18,7 @@ from own_modules import (
     small,
     step_in,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
@@ -86,5 +86,28 @@ def test_verdicts(
 
 def test_one_process_needs_no_starter() -> None:
     verdict = phalanx.verify_module(small, cross_entropy, images(), module_plan(Layout(micro_batch=2)))
+    assert str(verdict).endswith(f"all {len(verdict.findings)} comparisons agree")
     assert verdict.ok and len(verdict.findings) == 2 + len(list(small().parameters()))
     assert torch.isfinite(torch.tensor(verdict.losses)).all()
+
+
+class Attends(nn.Module):
+    """Attention that draws dropout by a number of its own, not by a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), nn.Linear(4, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = images.squeeze(1)
+        return self.head(self.attention(rows, rows, rows, need_weights=False)[0].mean(1))
+
+
+def attends() -> nn.Module:
+    torch.manual_seed(0)
+    return Attends()
+
+
+def test_dropout_that_is_no_layer_is_switched_off() -> None:
+    verdict = phalanx.verify_module(attends, cross_entropy, images(), module_plan(Layout(micro_batch=2)))
+    verdict.check()

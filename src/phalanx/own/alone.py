@@ -36,7 +36,7 @@ def compare_alone(
     it alone as well: the whole batch at once or, where there are batch norms, in the layout's micro-batches. All ranks
     call this, and get the same answer. `options` are those of `prepare`."""
     module = make()
-    _without_dropout(module)
+    without_dropout(module)
     with prepare(module, plan, forward=forward, **options) as step:
         return compare_step(step, make, loss, batch, forward)
 
@@ -49,7 +49,7 @@ def compare_step(step: Step, make: Callable[[], nn.Module], loss: Loss, batch: N
     numbers = torch.zeros(4 + 2 * len(trained), dtype=torch.float64)
     if step.world.rank == 0:
         module = make()
-        _without_dropout(module)
+        without_dropout(module)
         module.load_state_dict(weights, strict=False)
         expected = _alone(module, loss, batch, step.plan.layout.micro_batch, forward)
         alone = {name: _gradient(module.get_parameter(name)) for name in trained}
@@ -80,10 +80,15 @@ def _alone(module: nn.Module, loss: Loss, batch: Nest, micro_batch: int, forward
     return mean.item()
 
 
-def _without_dropout(module: nn.Module) -> None:
+def without_dropout(module: nn.Module) -> None:
+    """Set to zero the probability of layers of dropout, and of modules that keep one as a number of their own:
+    `nn.MultiheadAttention.dropout`, `attention_dropout` of Llama's attention in `transformers`."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             part.p = 0.0
+        for name, value in list(vars(part).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

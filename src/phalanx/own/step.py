@@ -193,8 +193,9 @@ class Step:
     def _refuse(self, unused: Sequence[str]) -> None:
         mine = f"{', '.join(unused[:8])}{', …' if len(unused) > 8 else ''} took no part in the loss" if unused else ""
         raise RunError(
-            f"step {self.number + 1}: {shared_texts(self.engine, mine)}. Freeze what is not used "
-            '(requires_grad_(False)), or call prepare with unused="zero" if it is used at times'
+            f"step {self.number + 1}: {shared_texts(self.engine, mine)}. Use it (with blocks, in before or after: the "
+            "module's own forward is not called), freeze it (requires_grad_(False)), or call prepare with "
+            'unused="zero" if it is used at times'
         )
 
     def _record(self, rate: float) -> StepRecord:
@@ -215,7 +216,7 @@ class Step:
         self.world.recorder.micro_batch, self.world.recorder.phase = -1, "checkpoint"
         if self._stop.agreed and self.number < self.plan.job.num_steps:
             self._continuation.finish(self.number)
-            raise self._stop.leave(self.number)
+            raise self._stop.leave(self.number, "the same command")
         self._continuation.after(self.number)
 
 

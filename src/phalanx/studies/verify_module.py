@@ -26,11 +26,18 @@ class ModuleVerdict:
 
     def check(self) -> None:
         """Raises CheckFailed, with what differs most, if anything does by more than it may."""
+        if not self.ok:
+            raise CheckFailed(str(self))
+
+    def __str__(self) -> str:
+        """Both losses and the number of comparisons, or what differs most."""
         wrong = [finding for finding in self.findings if not finding.ok]
-        if wrong:
-            lines = [f"{each.check} {each.name}: {each.error:.1e}, allowed {each.tolerance:.0e}" for each in wrong[:8]]
-            more = f"\nand {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise CheckFailed("the layout does not compute what one process does\n" + "\n".join(lines) + more)
+        if not wrong:
+            ours, alone = self.losses
+            return f"loss {ours:.6g}, alone {alone:.6g}; all {len(self.findings):,} comparisons agree"
+        lines = [f"{each.check} {each.name}: {each.error:.1e}, allowed {each.tolerance:.0e}" for each in wrong[:8]]
+        more = f"\nand {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        return "the layout does not compute what one process does\n" + "\n".join(lines) + more
 
 
 def verify_module(make: Callable[[], Any], loss: Any, batch: Any, plan: ModulePlan, **options: Any) -> ModuleVerdict:
@@ -39,16 +46,14 @@ def verify_module(make: Callable[[], Any], loss: Any, batch: Any, plan: ModulePl
     `phalanx.prepare`; tolerances are those of `phalanx verify`.
 
     The module alone takes the whole batch at once, so that a mean of means over micro-batches shows; one with batch
-    norms takes the layout's micro-batches. Layers of dropout are switched off.
+    norms takes the layout's micro-batches. Dropout is switched off.
     """
     from phalanx.own.alone import compare_alone
 
     found = compare_alone(make, loss, batch, plan, **options)
     allowed = TOLERANCES[plan.job.precision]
     pairs = (("loss", found.loss), ("gradient norm", found.norm))
-    totals = [
-        _finding(check, "step 1", abs(ours - alone), abs(alone), allowed.total) for check, (ours, alone) in pairs
-    ]
+    totals = [_finding(check, "step 1", abs(ours - alone), abs(alone), allowed.total) for check, (ours, alone) in pairs]
     gradients, total = [], found.norm[1]
     for name, (distance, own) in found.gradients.items():
         rounding = allowed.gradients * own < distance <= allowed.zero * total
