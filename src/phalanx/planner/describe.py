@@ -82,7 +82,10 @@ def memory_sum(footprint: Footprint, index: int, limit: int) -> str:
     parts = {kind: float(np.broadcast_to(v, shape)[index, stage]) for kind, v in footprint.memory.items()}
     listed = sorted(((size, kind) for kind, size in parts.items() if size > 0), reverse=True)
     words = ", ".join(f"{format_bytes(size)} {kind}" for size, kind in listed)
-    return f"stage {stage} needs {format_bytes(sum(parts.values()))} of {format_bytes(limit)}: {words}"
+    needed = sum(parts.values())
+    found, there = format_bytes(needed), format_bytes(limit)
+    close = f", {format_bytes(needed - limit)} too much" if found == there and needed > limit else ""
+    return f"stage {stage} needs {found} of {there}{close}: {words}"
 
 
 def nearest_change(layouts: Candidates, row: int, fitting: Array, step_s: Array) -> str:

@@ -103,7 +103,8 @@ def search(
         layouts = of([shifted.layout])
         priced = _Priced(task, layouts)
     if not priced.fits.any():
-        raise LayoutError(Problem(what=rejected[-1].detail, where=cluster.name, instead=_larger(task, priced)))
+        what = f"no layout fits into memory; of the smallest, {rejected[-1].detail}"
+        raise LayoutError(Problem(what=what, where=cluster.name, instead=_larger(task, priced)))
     best, num_replayed = priced.best(top)
     plans = tuple(priced.plan(row, pipeline_s) for row, pipeline_s in best)
     scan = tuple(priced.scan(np.unique(everything.tensor).tolist(), plans[0]))

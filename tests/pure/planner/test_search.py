@@ -117,7 +117,18 @@ def test_nothing_fits_is_an_error_with_the_sum() -> None:
     with pytest.raises(LayoutError) as caught:
         search(LLAMA, JOB, cluster)
     (problem,) = caught.value.problems
+    assert problem.what.startswith("no layout fits into memory") and "too much" not in problem.what
     assert "of 1 MiB" in problem.what and "optimizer" in problem.what and "devices with " in problem.instead
+
+
+def test_what_lies_just_beyond_the_memory_says_by_how_much() -> None:
+    given = {"tensor": 1, "pipeline": 1, "micro_batch": 1, "zero": 1, "recompute": "none", "sequence_parallel": False}
+    (plan,) = search(LLAMA, JOB, SMALL, given).plans
+    assert plan.prediction is not None
+    needed = max(sum(stage.values()) for stage in plan.prediction.memory_bytes)
+    with pytest.raises(LayoutError) as caught:
+        search(LLAMA, JOB, replace(SMALL, device=replace(DEVICE, memory_bytes=int(needed) - 8)), given)
+    assert re.search(r"needs ([\d.]+ .iB) of \1, [89] B too much: ", caught.value.problems[0].what)
 
 
 def test_what_helps_is_tried_first() -> None:
