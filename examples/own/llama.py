@@ -1,4 +1,4 @@
-"""A Llama of `transformers`, its file untouched, over pipeline 2 × data 2: phalanx run --ranks 4 llama.py
+"""A Llama of `transformers`, its file untouched, over tensor 2 × pipeline 2 × data 2: phalanx run --ranks 8 llama.py
 
 It learns the text of Python's own `this` module, byte by byte.
 """
@@ -76,9 +76,9 @@ def main() -> None:
         job=phalanx.JobSpec(
             global_batch=16, seq_len=SEQ_LEN, num_steps=100, precision="fp32", optimizer=phalanx.OptimizerSpec(lr=3e-3)
         ),
-        layout=phalanx.Layout(pipeline=2, data=2, zero=1, micro_batch=4),
+        layout=phalanx.Layout(tensor=2, pipeline=2, data=2, zero=1, micro_batch=4, sequence_parallel=True),
     )
-    phalanx.Trainer(llama(), next_token, text(), plan, blocks=BLOCKS).run()
+    phalanx.Trainer(llama(), next_token, text(), plan, blocks=BLOCKS, cuts="auto").run()
 
 
 if __name__ == "__main__":

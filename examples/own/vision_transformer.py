@@ -1,4 +1,7 @@
-"""A vision transformer learns the digits over pipeline 2 × data 2: phalanx run --ranks 4 vision_transformer.py"""
+"""A vision transformer learns the digits over tensor 2 × pipeline 2 × data 2:
+
+phalanx run --ranks 8 vision_transformer.py
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +11,8 @@ from torch import Tensor, nn
 import phalanx
 
 WIDTH = 48
+CUTS = {"blocks.*.linear1": "column", "blocks.*.linear2": "row"}
+"""Of torch's own encoder layers; their attention, which is one function, stays whole."""
 
 
 class Patches(nn.Module):
@@ -72,9 +77,9 @@ def main() -> None:
         job=phalanx.JobSpec(
             global_batch=64, seq_len=1, num_steps=400, precision="fp32", optimizer=phalanx.OptimizerSpec(lr=3e-3)
         ),
-        layout=phalanx.Layout(pipeline=2, data=2, zero=2, micro_batch=16),
+        layout=phalanx.Layout(tensor=2, pipeline=2, data=2, zero=2, micro_batch=16),
     )
-    trainer = phalanx.Trainer(VisionTransformer(), cross_entropy, training(), plan, blocks="blocks")
+    trainer = phalanx.Trainer(VisionTransformer(), cross_entropy, training(), plan, blocks="blocks", cuts=CUTS)
     trainer.run()
     step = trainer.step
     step.say(f"accuracy {1 - step.evaluate(step.share(held_out()), wrong):.4f}")

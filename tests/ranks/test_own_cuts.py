@@ -178,10 +178,16 @@ def test_a_vision_transformer_over_tensor_pipeline_and_data() -> None:
     """Its blocks are torch's own, whose attention is one function and stays whole; validation has a shorter way through
     them, which must not be taken past layers that are cut."""
     images, labels = digits.training()
-    table = {"blocks.*.linear1": "column", "blocks.*.linear2": "row"}
     layout = Layout(tensor=2, pipeline=2, data=2, zero=1, micro_batch=2)
     batch = images[:8].double(), labels[:8]
-    hold(layout, make_vit, batch, vision_transformer.cross_entropy, cuts=table, blocks=Blocks(path="blocks"))
+    hold(
+        layout,
+        make_vit,
+        batch,
+        vision_transformer.cross_entropy,
+        cuts=vision_transformer.CUTS,
+        blocks=Blocks(path="blocks"),
+    )
 
 
 def pixels() -> dict[str, Tensor]:
