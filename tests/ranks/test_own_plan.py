@@ -179,5 +179,7 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
     small_devices = replace(toy_cluster(2), device=replace(toy_cluster(2).device, memory_bytes=10_000))
     with pytest.raises(LayoutError, match=r"needs .* of 9.77 KiB, and others more"):
         plan_for(small(), job(), small_devices, images(), cross_entropy)
+    with pytest.raises(InputError, match="recorded modules are priced under 1F1B"):
+        plan_for(small(), job(), small_devices, images(), cross_entropy, given={"schedule": "zb-h1"})
     with pytest.raises(InputError, match="cannot be run on tensors without data"):
         plan_for(small(), job(), toy_cluster(2), images(), lambda output, batch: output.mean() * output.sum().item())

@@ -87,6 +87,10 @@ def plan_for(
 
     Raises LayoutError if no layout can run or fit, InputError if the module cannot be run without data.
     """
+    given = given or {}
+    for key, only in (("schedule", "1f1b"), ("virtual_stages", 1)):
+        if given.get(key, only) != only:
+            raise InputError("recorded modules are priced under 1F1B", where=f"layout.{key}", instead=f"{key} = {only}")
     blocks = Blocks(path=blocks) if isinstance(blocks, str) else blocks
     table = None if cuts is None else check(module, cuts, 1)
 
@@ -114,7 +118,7 @@ def plan_for(
 
     num_blocks = len(blocks.listed(module)) if blocks else None
     found = []
-    for layout in _layouts(job, cluster, num_blocks, None if table is None else set(table.values()), given or {}):
+    for layout in _layouts(job, cluster, num_blocks, None if table is None else set(table.values()), given):
         parts = recorded(layout.tensor, layout.sequence_parallel, layout.micro_batch)
         if parts is not None:
             found.append(_price(layout, parts, job, cluster))
