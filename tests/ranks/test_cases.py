@@ -147,6 +147,7 @@ def test_case_8_an_empty_step_changes_no_weight() -> None:
     source = Supervised(tiny_plan(layout), [0] * 8)
     for records, before, after in run_worlds(layout, run_steps, source, 1, model=source.plan.model):
         assert (records[0].loss, records[0].gradient_norm) == (0.0, 0.0)
+        assert "no supervised token, no update" in records[0].line(1)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

@@ -54,7 +54,8 @@ def step(engine: Engine, source: Batches, clock: Clock, stop: StopRequest, guard
     mean_loss, norm, (votes, *spent) = engine.totals(loss, [stop.vote, *clock.lap()])
     stop.count(votes)
     rate = learning_rate(job.optimizer, number, job.num_steps)
-    if guards.allow_update(batches, mean_loss, norm) and batch.num_supervised:
+    updated = guards.allow_update(batches, mean_loss, norm) and batch.num_supervised > 0
+    if updated:
         engine.update(rate, clip_coefficient(norm, job.optimizer.clip_norm))
     return StepRecord.measured(
         spent,
@@ -65,6 +66,7 @@ def step(engine: Engine, source: Batches, clock: Clock, stop: StopRequest, guard
         gradient_norm=norm,
         learning_rate=rate,
         skipped_steps=guards.num_skipped,
+        updated=updated,
     )
 
 

@@ -23,7 +23,8 @@ the slowest at the end of a step. "compute" is the rest of the time."""
 class StepRecord:
     """One step, the same on every rank. `step` counts from 1; `loss` is the mean over the supervised tokens of the
     global batch, before the update; `gradient_norm` before clipping. `skipped_steps` counts those since the run began
-    or went on whose loss or norm was no finite number, so that they changed no weight.
+    or went on whose loss or norm was no finite number, so that they changed no weight. `updated`:
+    whether this one did; one without any supervised token does not either.
 
     `step_s`: wall seconds from one step's end to the next; `share`: the parts of it that the average rank computed, or
     was blocked in communication of one of AXES (waiting for a late peer included), adding up to 1. `tokens_per_s`
@@ -42,6 +43,7 @@ class StepRecord:
     tokens_per_s_per_device: float
     share: Mapping[str, float]
     skipped_steps: int = 0
+    updated: bool = True
     validation_loss: float | None = None
     validation_s: float | None = None
 
@@ -63,7 +65,10 @@ class StepRecord:
         """For the terminal, in aligned columns. An axis with no time at all, as one of size 1, is left out."""
         width = len(str(num_steps))
         parts = [f"{kind} {part:3.0%}" for kind, part in self.share.items() if part]
-        parts += [f"skipped ({self.skipped_steps} so far)"] if not self.is_finite else []
+        if not self.is_finite:
+            parts.append(f"skipped ({self.skipped_steps} so far)")
+        elif not self.updated:
+            parts.append("no supervised token, no update")
         if self.validation_loss is not None:
             parts.append(f"validation {self.validation_loss:.4f} in {self.validation_s:.1f} s")
         return (

@@ -100,4 +100,6 @@ def test_what_is_no_number_is_null_and_comes_back(tmp_path):
     assert math.isnan(skipped.loss)
     assert (skipped.is_finite, normal.is_finite) == (False, True)
     assert "skipped (3 so far)" in skipped.line(2)
+    assert "no supervised token" in replace(normal, updated=False).line(2)
+    assert "no supervised token" not in normal.line(2)
     assert "skipped" not in normal.line(2)
