@@ -15,8 +15,8 @@ from simulated import engines, gather, pieces_of, scramble
 from tiny import tiny_model, tiny_plan
 
 from phalanx.checkpoint.hf import export
-from phalanx.checkpoint.rewrite import to_checkpoint
 from phalanx.checkpoint.parts import publish, write_part
+from phalanx.checkpoint.rewrite import to_checkpoint
 from phalanx.checkpoint.weights import open_weights
 from phalanx.errors import CheckpointError, DamagedCheckpointError, SpecError
 from phalanx.plan.layout import Layout

@@ -13,8 +13,8 @@ from helpers import run_worlds
 from single import batch, collect, solo_engine
 from tiny import tiny_job, toy_cluster
 
-from phalanx.checkpoint.rewrite import to_checkpoint
 from phalanx.checkpoint.hf_names import places, whole
+from phalanx.checkpoint.rewrite import to_checkpoint
 from phalanx.checkpoint.weights import open_weights
 from phalanx.errors import CheckpointError
 from phalanx.plan.layout import Layout
