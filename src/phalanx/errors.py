@@ -84,10 +84,13 @@ class CheckFailed(PhalanxError):
     exit_code = 1
 
 
-class Stopped(PhalanxError):
-    """A run was asked to stop, and did so with its state saved: to be continued (the exit code is EX_TEMPFAIL)."""
+class Stopped(PhalanxError, SystemExit):
+    """A run was asked to stop, and did so with its state saved: to be continued (the exit code is EX_TEMPFAIL).
 
-    exit_code = 75
+    A program that does not catch it ends with that code and without a traceback: nothing went wrong.
+    """
+
+    exit_code = code = 75
 
 
 class RunError(PhalanxError):

@@ -87,6 +87,26 @@ def test_a_request_to_stop_saves_and_ends(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
 
 
+ASKED = """
+import signal, torch, phalanx
+job = phalanx.JobSpec(global_batch=2, seq_len=1, num_steps=9, precision="fp32")
+plan = phalanx.ModulePlan(job=job, layout=phalanx.Layout(micro_batch=2))
+step = phalanx.prepare(torch.nn.Linear(2, 2), plan, run_dir="run")
+signal.raise_signal(signal.SIGTERM)
+while True:
+    step.forward_backward([torch.ones(2, 2)], lambda output, batch: output.mean())
+    step.update()
+"""
+
+
+def test_a_loop_of_ones_own_that_is_asked_to_stop_ends_without_a_traceback(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", ASKED], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (75, "")
+    assert ended.stdout.endswith(
+        "stopped after step 1 as asked, with everything saved; the same command goes on from there\n"
+    )
+
+
 def test_no_samples_are_refused() -> None:
     with pytest.raises(DataError, match="0, 8"):
         Trainer(small(), cross_entropy, (torch.zeros(0), torch.zeros(BATCH)), module_plan(Layout()))
@@ -115,3 +135,18 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.Capture
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 7
     assert main(["run", "--ranks", "2", "missing.py"]) == 2
     assert "there is no script missing.py" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("times", "answer", "code"), [(1, "sys.exit(75)", 75), (2, "None", 137)])
+def test_ctrl_c_asks_ranks_to_stop_and_the_second_ends_them(times: int, answer: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "asked.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: {answer})\n"
+        f"for _ in range({times}):\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(0.5)\n"
+        "time.sleep(60)\n"
+    )
+    program = (
+        f"import sys; from phalanx.launch.script import start_script; sys.exit(start_script(1, [{str(script)!r}]))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == code

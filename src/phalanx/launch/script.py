@@ -20,16 +20,22 @@ _GRACE_S = 5.0
 
 def start_script(num_ranks: int, command: Sequence[str]) -> int:
     """Run `command` (a script and its arguments) as `num_ranks` ranks, which find each other as under torchrun. Signals
-    are passed on. Returns 0, or the exit code of the first rank that failed (128 + n if signal n ended it)."""
+    are passed on, Ctrl-C and SIGHUP as SIGTERM, which asks a rank to stop; a second signal ends it. Returns 0, or the
+    exit code of the first rank that failed (128 + n if signal n ended it)."""
     with listen(os.environ.get("MASTER_PORT")) as free:
         address, port = free.getsockname()
     shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     shared |= {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     ranks: list[subprocess.Popen[bytes]] = []
 
+    asked = False
+
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        passed_on = signal.SIGKILL if asked else number if number == signal.SIGUSR1 else signal.SIGTERM
+        asked = True
         for rank in ranks:
-            rank.send_signal(number)
+            rank.send_signal(passed_on)
 
     previous = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:

@@ -216,7 +216,9 @@ class Step:
         self.world.recorder.micro_batch, self.world.recorder.phase = -1, "checkpoint"
         if self._stop.agreed and self.number < self.plan.job.num_steps:
             self._continuation.finish(self.number)
-            raise self._stop.leave(self.number, "the same command")
+            stopped = self._stop.leave(self.number, "the same command")
+            self.say(str(stopped))
+            raise stopped
         self._continuation.after(self.number)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from phalanx.data.order import sample_ids
-from phalanx.errors import DataError, Stopped
+from phalanx.errors import DataError
 from phalanx.own.nest import Nest, mapped, tensors
 from phalanx.own.prepare import prepare
 from phalanx.own.stage import Loss
@@ -61,15 +61,8 @@ class Trainer:
     def run(self, after_step: Callable[[StepRecord], None] = lambda record: None) -> None:
         """Train to `job.num_steps`; rank 0 says how it goes, and `after_step` hears of each step on all ranks.
 
-        Asked to stop (SIGTERM, SIGUSR1), it saves and ends the program with the exit code of Stopped.
+        Asked to stop (SIGTERM, SIGUSR1), it saves and raises Stopped, which ends the program with its exit code.
         """
-        try:
-            self._run(after_step)
-        except Stopped as stopped:
-            self.step.say(str(stopped))
-            raise SystemExit(stopped.exit_code) from None
-
-    def _run(self, after_step: Callable[[StepRecord], None]) -> None:
         step, job = self.step, self.step.plan.job
         while step.number < job.num_steps:
             step.forward_backward(self.micro_batches(step.number), self._loss)
