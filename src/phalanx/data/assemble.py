@@ -208,7 +208,8 @@ def files_of(wanted: Manifest) -> str:
 def names_of(wanted: Manifest) -> str:
     """The inputs, in few words."""
     names = wanted.wish.inputs
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
+    others = f"{len(names) - 1:,} more input{'s' if len(names) > 2 else ''}"
+    return names[0] if len(names) == 1 else f"{names[0]} and {others}"
 
 
 def say(console: Console, line: str) -> None:

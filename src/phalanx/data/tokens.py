@@ -64,7 +64,9 @@ class TokenFile:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 advice = "data.path is the prefix of a .bin and an .idx file; data.text builds them from text files"
-                raise DataError("no such file", where=str(path), instead=advice)
+                found = prefix.glob("*.idx") if prefix.is_dir() else ()
+                inside = sorted(str(index.with_suffix("")) for index in found)
+                raise DataError("no such file", where=str(path), instead=" or ".join(inside[:3]) or advice)
         self._read_index()
         bin_bytes = self.bin_path.stat().st_size
         expected = self._end_bytes()

@@ -122,6 +122,13 @@ def test_a_damaged_file_is_refused_with_its_path_and_the_numbers(
         assert words in str(caught.value)
 
 
+def test_a_folder_in_place_of_a_prefix_names_the_prefixes_in_it(tmp_path: Path):
+    (tmp_path / "web").mkdir()
+    write(tmp_path / "web" / "tokens", DOCUMENTS)
+    with pytest.raises(DataError, match=f"web.idx: no such file\n    → {tmp_path}/web/tokens$"):
+        TokenFile(tmp_path / "web")
+
+
 def test_the_full_check_finds_what_sizes_do_not_show(tmp_path: Path):
     idx = write(tmp_path / "tokens", DOCUMENTS).with_suffix(".idx")
     whole = idx.read_bytes()
