@@ -51,7 +51,9 @@ def test_defaults(table, spec):
 
 
 def test_the_smallest_run_file_loads(tmp_path):
-    (text,) = re.findall(r"^```toml\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+    smallest, cluster = re.findall(r"^```toml\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
     path = tmp_path / "run.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(smallest, encoding="utf-8")
     assert load(path).model.name == "tiny"
+    path.write_text(smallest + cluster, encoding="utf-8")
+    assert load(path).cluster.num_devices > 1
