@@ -57,9 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         with writing(arguments.html, "--html"):
             arguments.html.write_text(page(found), encoding="utf-8")
+        sys.stderr.write(f"wrote {arguments.html}\n")
     if arguments.output:
         with writing(arguments.output, "--output"):
             found.plans[0].write(arguments.output)
+        sys.stderr.write(f"wrote {arguments.output}: {found.plans[0].layout}\n")
     return 0
 
 

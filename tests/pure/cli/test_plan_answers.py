@@ -53,7 +53,9 @@ def test_json_holds_everything(run_file: Path, capsys: pytest.CaptureFixture[str
 def test_explain_page_and_plan(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, plan = tmp_path / "plan.html", tmp_path / "plan.json"
     assert main(["plan", str(run_file), "--explain", "--html", str(page), "-o", str(plan)]) == 0
-    assert "Messages of one step" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "Messages of one step" in said.out
+    assert [line.partition(":")[0] for line in said.err.splitlines()] == [f"wrote {page}", f"wrote {plan}"]
     assert page.read_text().startswith("<!doctype html>")
     assert Plan.read(plan).prediction is not None
 
