@@ -48,7 +48,7 @@ def check_tokenizers(data: Path, folders: Sequence[Path]) -> None:
         if known.get(token) != number:
             there = f"id {known[token]}" if token in known else "no id"
             what = f"{json.dumps(token)} is id {number} in the data and has {there} in {known_in / TOKENIZER}"
-            instead = "tokenize the data with the tokenizer of the weights"
+            instead = f"phalanx data build … --tokenizer {known_in / TOKENIZER}, and data.path for what it builds"
             raise CheckpointError(what, where=str(data / TOKENIZER), instead=instead)
 
 
