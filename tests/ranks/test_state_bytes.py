@@ -30,9 +30,13 @@ def storages(tensors: Iterable[Tensor]) -> Storages:
 
 
 def alive() -> Storages:
-    """All that tensors of this process hold, but for the slots through which ranks talk: bytes of shared memory."""
+    """All that tensors of this process hold, but for the slots through which ranks talk: bytes of shared memory.
+
+    What other tests traced or compiled may have left tensors without data behind: their storage lies on "meta".
+    """
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.device.type != "meta"]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors = [each for each in tensors if each.untyped_storage().device.type != "meta"]
     slots = storages(tensor for tensor in tensors if tensor.dtype == torch.uint8)
     return {address: size for address, size in storages(tensors).items() if address not in slots}
 
