@@ -122,6 +122,16 @@ def plan_for(
         parts = recorded(layout.tensor, layout.sequence_parallel, layout.micro_batch)
         if parts is not None:
             found.append(_price(layout, parts, job, cluster))
+    fitting = _fitting(found, cluster)
+    whole = recorded(1, False, 1)
+    assert whole is not None
+    return ModuleSearch(
+        plans=tuple(fitting[:top]), num_layouts=len(found), num_fitting=len(fitting), recorded=tuple(whole)
+    )
+
+
+def _fitting(found: Sequence[ModulePrediction], cluster: ClusterSpec) -> list[ModulePrediction]:
+    """Those that fit into a device's memory, fastest first. Raises LayoutError if there are none."""
     if not found:
         what = f"no layout over {cluster.num_devices} devices can train this module"
         raise LayoutError(what, instead="other devices, another job.global_batch, or fewer keys given")
@@ -131,12 +141,7 @@ def plan_for(
         needed = format_bytes(sum(least.memory_bytes.values()))
         what = f"{least.layout} needs {needed} of {format_bytes(cluster.device.memory_bytes)}, and others more"
         raise LayoutError(Problem(what=what, where=cluster.name, instead="more devices, or larger ones"))
-    fitting.sort(key=lambda each: (each.step_s, sum(each.memory_bytes.values())))
-    whole = recorded(1, False, 1)
-    assert whole is not None
-    return ModuleSearch(
-        plans=tuple(fitting[:top]), num_layouts=len(found), num_fitting=len(fitting), recorded=tuple(whole)
-    )
+    return sorted(fitting, key=lambda each: (each.step_s, sum(each.memory_bytes.values())))
 
 
 def _layouts(
