@@ -66,16 +66,26 @@ def cross_entropy(
 
 def _chunk_cross_entropy(inputs: Tensor, weight: Tensor, labels: Tensor, first_row: int, comm: Comm) -> Tensor:
     scores = (inputs @ weight.t()).to(accumulation_dtype(inputs.dtype))
+    _, _, target = _targets(scores, labels, first_row)
+    log_sum, target = _over_ranks(torch.logsumexp(scores, 1), target, comm)
+    return torch.where(labels >= 0, log_sum - target, 0.0).sum(dtype=torch.float64)
+
+
+def _targets(scores: Tensor, labels: Tensor, first_row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Per token: the label's column among this rank's, whether it is one of them, and its logit, or 0."""
     local = labels - first_row
     here = (labels >= 0) & (local >= 0) & (local < scores.shape[1])
-    local = local.clamp(0, scores.shape[1] - 1).unsqueeze(1)
-    target = torch.where(here, scores.gather(1, local).squeeze(1), 0.0)
-    log_sum = torch.logsumexp(scores, 1)
-    if comm.size > 1:
-        every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
-        comm.all_gather(torch.stack([log_sum, target]).unsqueeze(0), out=every, purpose="loss")
-        log_sum, target = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
-    return torch.where(labels >= 0, log_sum - target, 0.0).sum(dtype=torch.float64)
+    local = local.clamp(0, scores.shape[1] - 1)
+    return local, here, torch.where(here, scores.gather(1, local.unsqueeze(1)).squeeze(1), 0.0)
+
+
+def _over_ranks(log_sum: Tensor, linear: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp of all columns, and the sum of what is linear in the logits, from each rank's part [tokens]."""
+    if comm.size == 1:
+        return log_sum, linear
+    every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
+    comm.all_gather(torch.stack([log_sum, linear]).unsqueeze(0), out=every, purpose="loss")
+    return torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
 
 
 class _HeadLoss(Function):
@@ -130,17 +140,12 @@ def _chunk_loss(
     kept, shared = 1.0 - objective.label_smoothing, objective.label_smoothing / objective.vocab
     scores = (inputs @ weight.value.t()).to(weight.grad.dtype)
     supervised = labels >= 0
-    local = labels - first_row
-    here = supervised & (local >= 0) & (local < scores.shape[1])
-    local = local.clamp(0, scores.shape[1] - 1)
-    linear = torch.where(here, scores.gather(1, local.unsqueeze(1)).squeeze(1), 0.0).mul_(kept)
+    local, here, target = _targets(scores, labels, first_row)
+    linear = target.mul_(kept)
     if shared:
         linear.add_(scores.sum(1), alpha=shared)
     exponentials, log_sum, highest = segments.exponentials(scores)
-    if comm.size > 1:
-        every = log_sum.new_empty(comm.size, 2, log_sum.shape[0])
-        comm.all_gather(torch.stack([log_sum, linear]).unsqueeze(0), out=every, purpose="loss")
-        log_sum, linear = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
+    log_sum, linear = _over_ranks(log_sum, linear, comm)
     factor = (highest - log_sum).exp_()
     losses = log_sum - linear
     if objective.z_loss:
