@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 
 import argparse
 import json
+import random
 import shutil
 import statistics
 import sys
@@ -131,8 +132,7 @@ class Bench:
                 lambda: dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(torch_s)),
             ),
         ]
-        for turn in range(len(loads)):
-            name, paths, act = loads[(number + turn) % len(loads)]
+        for name, paths, act in random.Random(number).sample(loads, len(loads)):
             act()  # a virtual machine gets memory for its page cache slowly, the first time
             for path in paths:
                 forget(path)
@@ -207,7 +207,7 @@ def rank_main(rank: int, folder: Path, num_rounds: int) -> dict[str, list[tuple[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where to write, on the disk in question")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     arguments = parser.parse_args()
     with TemporaryDirectory(dir=arguments.folder) as folder:
         result = Path(folder) / "taken.json"
