@@ -139,15 +139,17 @@ class Answering(nn.Module):
 
 
 class Keywords(nn.Module):
-    """Keyword-only tensors in, a dataclass out, and through its blocks, one of which is called twice."""
+    """Keyword-only tensors in, a dataclass out, and through its blocks. One of them is called twice, the weight of the
+    other is used outside of it as well."""
 
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(16, 6)
         self.blocks = nn.ModuleList(Answering() for _ in range(2))
+        self.shared = self.blocks[1].inner.weight
 
     def forward(self, *, images: Tensor, labels: Tensor) -> Answer:
-        answer = Answer(self.enter(images.flatten(1)))
+        answer = Answer(F.linear(self.enter(images.flatten(1)), self.shared))
         for block in (*self.blocks, self.blocks[0]):
             answer = block(answer)
         return answer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.errors import InputError
 from phalanx.own.nest import Nest
 from phalanx.own.stage import model_input
-from phalanx.own.units import REST, Share
+from phalanx.own.units import Share, shares
 from phalanx.plan.groups import embedding_holders
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.schedule import placement
@@ -172,22 +172,13 @@ class Cut:
         return ends and not inside and first != last and self._layout.tensor == 1
 
     def shares(self, stage: int) -> list[Share]:
-        """The units of a stage: its blocks, and the rest last. What several blocks share belongs to the rest."""
+        """The units of a stage: its blocks, and the rest last."""
         inside = {
             f"{self._prefix}{name}": self.listed[layer]
             for name, layer in self._layers.items()
             if self._stages[layer] == stage
         }
-        owners: dict[nn.Parameter, set[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            owner = next((block for block in inside if name.startswith(f"{block}.")), REST)
-            owners.setdefault(parameter, set()).add(owner)
-        members: dict[str, dict[str, nn.Parameter]] = {name: {} for name in (*inside, REST)}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and self.stage_of(name) == stage:
-                owner = owners[parameter]
-                members[next(iter(owner)) if len(owner) == 1 else REST][self.tied.get(name, name)] = parameter
-        return [Share(name=name, module=inside.get(name), parameters=held) for name, held in members.items() if held]
+        return shares(self.module, inside, lambda name: self.stage_of(name) == stage, self.tied)
 
     @torch.no_grad()
     def let_go(self, stages: set[int]) -> None:

@@ -18,7 +18,7 @@ from phalanx.own.exchange import boundaries
 from phalanx.own.layers import fit_types
 from phalanx.own.nest import cast_floats, tensors
 from phalanx.own.stage import Forward, ModuleBatch, ModuleStage, Tally, WholeModule
-from phalanx.own.units import Unit, buffers, flat_layout, placed, shares
+from phalanx.own.units import Unit, buffers, flat_layout, outermost, placed, shares
 from phalanx.plan.comm import Comm
 from phalanx.plan.groups import data_groups
 from phalanx.plan.layout import Coord
@@ -97,7 +97,7 @@ class ModuleEngine:
             recompute = layout.recompute == "full"
             self._chains = [Chain(self.module, cut.blocks, cut.sections[stage], recompute) for stage in mine]
         tied = set(cut.tied.values()) if cut else set()
-        every = [cut.shares(stage) for stage in mine] if cut else [shares(self.module)]
+        every = [cut.shares(stage) for stage in mine] if cut else [shares(self.module, dict(outermost(self.module)))]
         return [
             [
                 Unit(share, flat_layout(share, layout, coord, self._cutting, tied), self._compute, self.device)

@@ -1,13 +1,14 @@
 """Units: the parameters of a module that are reduced together and, under ZeRO 3, gathered together.
 
-The elements of the outermost ModuleLists and Sequentials are units, and all other parameters are one more, "rest". A
-parameter that several units share belongs to the rest.
+The elements of the outermost ModuleLists and Sequentials (with Blocks: the blocks) are units, and all other parameters
+are one more, "rest".
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -31,20 +32,27 @@ class Share:
     parameters: dict[str, nn.Parameter]
 
 
-def shares(module: nn.Module) -> list[Share]:
-    """The units of a module in the order in which it registers them, the rest last; those without trained parameters
-    are left out."""
-    elements = dict(outermost(module))
+def shares(
+    module: nn.Module,
+    elements: Mapping[str, nn.Module],
+    held: Callable[[str], bool] = lambda name: True,
+    tied: Mapping[str, str] = MappingProxyType({}),
+) -> list[Share]:
+    """The units of `module`: its `elements` by name, then the rest; those without trained parameters are left out.
+
+    `held` says of a parameter's name whether this stage holds it; `tied` leads from names to those that stand for them.
+    What is used outside of its element as well belongs to the rest, which exists whenever any part of the module runs.
+    """
     owners: dict[nn.Parameter, set[str]] = {}
-    for name, element in elements.items():
-        for parameter in element.parameters():
-            owners.setdefault(parameter, set()).add(name)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = next((element for element in elements if name.startswith(f"{element}.")), REST)
+        owners.setdefault(parameter, set()).add(owner)
     members: dict[str, dict[str, nn.Parameter]] = {name: {} for name in (*elements, REST)}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            owner = owners.get(parameter, set())
-            members[owner.pop() if len(owner) == 1 else REST][name] = parameter
-    return [Share(name=name, module=elements.get(name), parameters=held) for name, held in members.items() if held]
+        if parameter.requires_grad and held(name):
+            owner, *others = owners[parameter]
+            members[REST if others else owner][tied.get(name, name)] = parameter
+    return [Share(name=name, module=elements.get(name), parameters=found) for name, found in members.items() if found]
 
 
 def outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
