@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.data.source import Batch
 from phalanx.errors import RunError
-from phalanx.plan.layout import Layout
+from phalanx.plan.layout import Layout, Reduce
 from phalanx.plan.plan import Plan
 from phalanx.spec.job import OptimizerSpec
 from phalanx.trainer.engine import Engine
@@ -149,6 +149,26 @@ def test_case_8_an_empty_step_changes_no_weight() -> None:
         assert (records[0].loss, records[0].gradient_norm) == (0.0, 0.0)
         assert "no supervised token, no update" in records[0].line(1)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def keeping(world: World, sources: list[Supervised]) -> list[list[Tensor]]:
+    """What a lossy reduction keeps after each step, the first of them with the first source."""
+    engine = Engine(sources[0].plan, world.coord, world.comm, world.device)
+    guards, states = Guards(engine), []
+    assert engine.data.lossy
+    for number, source in enumerate(sources):
+        step(engine, source, Clock(Recorder()), StopRequest(), guards, number)
+        states.append([tensor.clone() for _, tensor in engine.data.lossy.kept()])
+    return states
+
+
+@pytest.mark.parametrize("reduce", ["powersgd", "top-k"])
+def test_case_8_an_empty_step_sends_nothing_of_what_a_reduction_keeps(reduce: Reduce) -> None:
+    plan = tiny_plan(Layout(data=2, reduce=reduce), tiny_model(num_layers=1), precision="fp32")
+    full, empty = Supervised(plan, [32] * 8), Supervised(plan, [0] * 8)
+    for first, second, third in run_worlds(plan.layout, keeping, [full, empty, full], model=plan.model):
+        assert all(map(torch.equal, first, second))
+        assert not all(map(torch.equal, second, third))
 
 
 def poisoned(world: World, source: Supervised, what: str) -> tuple[str, int, bool]:

@@ -103,12 +103,21 @@ LAYOUTS = {
     "2x1x2": Layout(tensor=2, data=2, zero=1, sequence_parallel=True),
     "zero 3": Layout(data=2, zero=3),
     "pipeline": Layout(pipeline=2),
+    "powersgd": Layout(data=2, reduce="powersgd", reduce_rank=2, zero=1),
+    "top-k": Layout(data=2, reduce="top-k", reduce_fraction=0.05),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "steps"),
-    [("one", "fp32", 20), ("2x1x2", "bf16", 6), ("zero 3", "fp32", 6), ("pipeline", "fp32", 6)],
+    [
+        ("one", "fp32", 20),
+        ("2x1x2", "bf16", 6),
+        ("zero 3", "fp32", 6),
+        ("pipeline", "fp32", 6),
+        ("powersgd", "fp32", 4),
+        ("top-k", "bf16", 4),
+    ],
 )
 def test_a_continued_run_is_the_same_run(data, tmp_path, name, precision, steps):
     layout = LAYOUTS[name]
@@ -118,7 +127,9 @@ def test_a_continued_run_is_the_same_run(data, tmp_path, name, precision, steps)
     plan = plan_of(data, layout, steps=steps, every=half, precision=precision)
     train(plan, broken, die_at(half + 2))
     assert [step for step, _ in folders.checkpoints(broken.checkpoints)] == [half]
-    assert f"going on from step {half}" in train(plan, broken)
+    said = train(plan, broken)
+    assert f"going on from step {half}" in said
+    assert "anew" not in said
     assert losses(broken) == losses(straight)
     assert contents(broken.checkpoint(steps)) == contents(straight.checkpoint(steps))
 
@@ -153,6 +164,15 @@ def test_another_layout_goes_on_with_the_same_losses(data, tmp_path):
         train(plan_of(data, layout, steps=steps, precision="fp64"), moved)
     for there, here in zip(losses(straight), losses(moved), strict=True):
         assert here == pytest.approx(there, rel=1e-9)
+
+
+def test_errors_of_a_reduction_begin_anew_on_another_layout(data, tmp_path):
+    run_dir = RunDir(tmp_path)
+    train(plan_of(data, LAYOUTS["top-k"], steps=1), run_dir)
+    assert list(run_dir.checkpoint(1).glob("reduction-0000?.safetensors"))
+    said = train(plan_of(data, LAYOUTS["powersgd"], steps=2), run_dir)
+    assert "errors of the powersgd reduction begin anew: there are none of this layout" in said
+    assert "begin anew" not in train(plan_of(data, LAYOUTS["powersgd"], steps=3), run_dir)
 
 
 @pytest.fixture(scope="module")

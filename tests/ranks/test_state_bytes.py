@@ -52,7 +52,8 @@ def measure(world: World, plan: Plan) -> tuple[StateBytes, int, int]:
         engine.synchronize()
         engine.update(1e-2, 1.0)
     del tokens, labels
-    slices, errors = engine.data.slices, engine.data.lossy.kept() if engine.data.lossy else ()
+    slices, lossy = engine.data.slices, engine.data.lossy
+    errors = [tensor for _, tensor in lossy.kept()] if lossy else []
     parameters = storages([*(buffer.parameters for buffer in engine.buffers), *(part.parameters for part in slices)])
     gradients = storages(
         [*(buffer.gradients for buffer in engine.buffers), *(part.gradients for part in slices), *errors]

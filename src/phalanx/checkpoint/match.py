@@ -14,6 +14,10 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.shards import Parameter, rank_buffers
 from phalanx.spec.model import ModelSpec
 
+REDUCTION = "reduction"
+"""The kind of state that is no part of a global tensor: what a rank has not sent yet of its gradients, where a lossy
+reduction keeps that. Only the same rank of the same layout can take it up."""
+
 # How a model is called, started and regularized may change between one run and its continuation.
 _FREE = {"name", "init_std", "dropout", "attention_dropout"}
 
@@ -27,7 +31,16 @@ def parameters(model: ModelSpec) -> Mapping[str, Parameter]:
 def expected_tensors(plan: Plan | ModulePlan, known: Iterable[str]) -> Mapping[str, Mapping[str, Parameter]]:
     """All global tensors of each kind of state, by name; a transformer has each of the `known` kinds of all its
     parameters."""
-    return plan.kinds() if isinstance(plan, ModulePlan) else dict.fromkeys(known, parameters(plan.model))
+    if isinstance(plan, ModulePlan):
+        return plan.kinds()
+    return dict.fromkeys((kind for kind in known if kind != REDUCTION), parameters(plan.model))
+
+
+def keeps_reduction(manifest: Manifest, there: Plan | ModulePlan, here: Plan | ModulePlan) -> bool:
+    """Whether the checkpoint's state of kind REDUCTION can be taken up here: it has some, and each rank holds the same
+    of the model, as it does under the same layout (which `job.seq_len` may balance in another way)."""
+    same = there.layout == here.layout and there.job.seq_len == here.job.seq_len
+    return same and any(entry.kind == REDUCTION for entry in manifest.tensors)
 
 
 def check_plan(there: Plan | ModulePlan, here: Plan | ModulePlan, where: str) -> None:
@@ -52,7 +65,9 @@ def check_tensors(manifest: Manifest, plan: Plan | ModulePlan, pieces: Iterable[
     """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
     dtypes = {(piece.kind, piece.parameter.name): DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
     expected = expected_tensors(plan, dict.fromkeys(kind for kind, _ in dtypes))
-    stored: dict[tuple[str, str], Stored] = {(entry.kind, entry.name): entry for entry in manifest.tensors}
+    stored: dict[tuple[str, str], Stored] = {
+        (entry.kind, entry.name): entry for entry in manifest.tensors if entry.kind != REDUCTION
+    }
     kinds = {kind for kind, _ in stored}
     if kinds == {"weight"} != set(expected):
         instead = f'checkpoint.init_from = "{where}" starts with its weights'

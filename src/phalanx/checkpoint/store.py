@@ -13,7 +13,7 @@ import torch
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import PURPOSE, agree, highest
 from phalanx.checkpoint.manifest import MISMATCH, PLAN, Manifest
-from phalanx.checkpoint.match import check_plan, check_tensors
+from phalanx.checkpoint.match import REDUCTION, check_plan, check_tensors, keeps_reduction
 from phalanx.checkpoint.reshard import read_pieces
 from phalanx.checkpoint.tensor_file import Piece
 from phalanx.errors import CheckpointError, DamagedCheckpointError, InputError
@@ -31,12 +31,14 @@ _UNTOLD = ("job.checkpoint.", "job.comm")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """What was loaded: a checkpoint taken after `step` steps, what the loop kept in `extra`, and what differs between
-    the plan that wrote it and this one ("job.optimizer.lr: 0.2 here, 0.1 there")."""
+    the plan that wrote it and this one ("job.optimizer.lr: 0.2 here, 0.1 there"). `reduction`: with what a lossy
+    reduction keeps."""
 
     path: Path
     step: int
     extra: Mapping[str, Any]
     changes: tuple[str, ...]
+    reduction: bool
 
 
 def resume(
@@ -85,16 +87,19 @@ def load(
 ) -> Loaded:
     """Fill the live `pieces` of this rank from the checkpoint at `path`; all ranks of `comm` call it.
 
+    Pieces of kind REDUCTION are filled under the layout that wrote the checkpoint, and left as they are under others.
     Checksums of tensors are compared unless `job.checkpoint.verify` is off. Raises, on all ranks alike,
     DamagedCheckpointError if anything is missing or damaged anywhere, CheckpointError if the checkpoint is of another
     model; the pieces are then unusable.
     """
     pieces, device, check = list(pieces), device or torch.device("cpu"), plan.job.checkpoint.verify
     manifest, there = together(comm, device, DamagedCheckpointError, lambda: opened(path))
+    reduction = keeps_reduction(manifest, there, plan)
+    pieces = [piece for piece in pieces if reduction or piece.kind != REDUCTION]
     together(comm, device, CheckpointError, lambda: _check_fit(path, manifest, there, plan, pieces))
     together(comm, device, DamagedCheckpointError, lambda: read_pieces(path, manifest, pieces, check=check))
     changes = tuple(change for change in plan.differences(there) if not change.startswith(_UNTOLD))
-    return Loaded(path=path, step=manifest.step, extra=manifest.extra, changes=changes)
+    return Loaded(path=path, step=manifest.step, extra=manifest.extra, changes=changes, reduction=reduction)
 
 
 def _newest(

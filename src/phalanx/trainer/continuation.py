@@ -51,10 +51,8 @@ class Continuation:
             raise CheckpointError(what, where=str(loaded.path), instead="set job.global_batch as it was")
         engine.optimizer.num_steps = loaded.extra["optimizer_steps"]
         engine.publish()
-        if engine.data.lossy:
-            self._say(
-                f"errors of the {engine.plan.layout.reduce} reduction are not part of checkpoints: they begin anew"
-            )
+        if engine.data.lossy and not loaded.reduction:
+            self._say(f"errors of the {engine.plan.layout.reduce} reduction begin anew: there are none of this layout")
         self._restored = loaded.step
         if loaded.step >= job.num_steps:
             self._say(f"already at step {loaded.step} of {job.num_steps}: raise job.num_steps to train on")

@@ -134,6 +134,12 @@ class Engine:
         this rank's share of the loss (float64)."""
         return self._run(self.pipeline, batches)
 
+    def without_loss(self) -> Tensor:
+        """What `forward_backward` would return and leave for a global batch without supervised tokens, without running:
+        gradients are zero, and what a lossy reduction keeps for the next update stays."""
+        self.data.zero_gradients()
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
     def validate(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Run the forwards of the schedule alone, on what `read` gave. Returns this rank's share of the cross-entropy,
         summed over supervised tokens (float64)."""

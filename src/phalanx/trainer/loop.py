@@ -49,7 +49,7 @@ def step(engine: Engine, source: Batches, clock: Clock, stop: StopRequest, guard
     plan, job = engine.plan, engine.plan.job
     batch = source.batch(number, list(engine.positions))
     batches = engine.read(batch, number)
-    loss = engine.forward_backward(batches)
+    loss = engine.forward_backward(batches) if batch.num_supervised else engine.without_loss()
     engine.synchronize()
     mean_loss, norm, (votes, *spent) = engine.totals(loss, [stop.vote, *clock.lap()])
     stop.count(votes)
@@ -105,7 +105,7 @@ def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> Non
             _say(record.line(job.num_steps))
         world.recorder.micro_batch, world.recorder.phase = -1, "check of copies"
         guards.after(number + 1)
-        if actions:
+        if actions and record.updated:
             actions.after(number + 1, engine.pipeline.times_s)
         world.recorder.phase = "checkpoint"
         if stop.agreed and number + 1 < job.num_steps:

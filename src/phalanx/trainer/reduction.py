@@ -102,8 +102,8 @@ class Lossy(Protocol):
     def forget(self) -> None:
         """Begin anew with what is kept, as after a step whose gradients were no finite numbers."""
 
-    def kept(self) -> Iterator[Tensor]:
-        """What is kept from one reduction to the next."""
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """What is kept from one reduction to the next, by name; writing into the tensors restores it."""
 
 
 class PowerSGD:
@@ -119,6 +119,7 @@ class PowerSGD:
         self._leaves = {buffer: list(matrices(buffer.layout, rank)) for buffer in buffers}
         self._errors = {matrix: torch.zeros_like(matrix) for matrix in self._matrices(buffers)}
         self._right = {matrix: matrix.new_empty(matrix.shape[1], rank) for matrix in self._errors}
+        self._names = [f"{buffer.layout.name}.{leaf.name}" for buffer in buffers for leaf in self._leaves[buffer]]
         self._draw()
 
     def _draw(self) -> None:
@@ -160,10 +161,11 @@ class PowerSGD:
             error.zero_()
         self._draw()
 
-    def kept(self) -> Iterator[Tensor]:
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
         """See `Lossy.kept`."""
-        yield from self._errors.values()
-        yield from self._right.values()
+        for name, error, right in zip(self._names, self._errors.values(), self._right.values(), strict=True):
+            yield f"error of {name}", error
+            yield f"factor of {name}", right
 
 
 class TopK:
@@ -201,9 +203,10 @@ class TopK:
         for error in self._errors.values():
             error.zero_()
 
-    def kept(self) -> Iterator[Tensor]:
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
         """See `Lossy.kept`."""
-        yield from self._errors.values()
+        for buffer, error in self._errors.items():
+            yield f"error of {buffer.layout.name}", error
 
 
 def wire(layout: Layout) -> Wire:

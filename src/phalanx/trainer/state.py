@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from phalanx.checkpoint.match import REDUCTION
 from phalanx.plan.shards import Parameter, Rectangle
 from phalanx.trainer.data_parallel import Slice
 from phalanx.trainer.engine import Engine
@@ -16,8 +17,9 @@ from phalanx.trainer.engine import Engine
 class StatePiece:
     """A view of live state: `tensor` holds `rectangle` of the global tensor of `kind` for `parameter`.
 
-    Kinds: "weight" (master weights where compute is narrower), "exp_avg" and "exp_avg_sq" (AdamW's moments). `owned`:
-    this rank is the one that writes it; of all copies of a rectangle, exactly one is owned.
+    Kinds: "weight" (master weights where compute is narrower), "exp_avg" and "exp_avg_sq" (AdamW's moments), and
+    "reduction", which is no part of a global tensor but a rank's own. `owned`: this rank is the one that writes it; of
+    all copies of a rectangle, exactly one is owned.
     """
 
     kind: str
@@ -28,7 +30,8 @@ class StatePiece:
 
 
 def state(engine: Engine) -> Iterator[StatePiece]:
-    """All pieces that this rank holds of weights and optimizer state; writing into their tensors restores them.
+    """All pieces that this rank holds of weights and optimizer state, and what a reduction keeps; writing into their
+    tensors restores them.
 
     After that, `engine.publish()` carries restored master weights to where forward reads them.
     """
@@ -45,6 +48,21 @@ def state(engine: Engine) -> Iterator[StatePiece]:
                             tensor=flat[begin - part.start :][: box.num_elements].view(box.shape),
                             owned=mine and part.part.counted,
                         )
+    yield from _kept(engine)
+
+
+def _kept(engine: Engine) -> Iterator[StatePiece]:
+    """What this rank did not send yet, under a lossy reduction."""
+    rank = engine.plan.layout.rank(engine.coord)
+    for name, tensor in engine.data.lossy.kept() if engine.data.lossy else ():
+        shape = tuple(tensor.shape)
+        yield StatePiece(
+            kind=REDUCTION,
+            parameter=Parameter(name=f"rank {rank}: {name}", shape=shape),
+            rectangle=Rectangle.of(shape),
+            tensor=tensor,
+            owned=True,
+        )
 
 
 def _shares(part: Slice, index: int, size: int) -> Iterator[tuple[int, int, bool]]:
