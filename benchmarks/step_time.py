@@ -180,20 +180,30 @@ def references() -> list[Contender]:
 
 def run(names: Sequence[str], peers: Set[str], num_rounds: int, num_steps: int, console: Console) -> Rounds:
     """Let the layouts `names` and torch's `peers` take `num_rounds` turns of `num_steps` steps each."""
-    turns: dict[str, list[Turn]] = {}
     with TemporaryDirectory() as folder:
-        data = Path(folder) / "tokens"
-        with TokenWriter(data, np.uint16) as writer:
-            writer.add(np.random.default_rng(0).integers(0, MODEL.vocab, 64 * GLOBAL_BATCH * SEQ_LEN, dtype=np.uint16))
-            writer.end_document()
+        data = write_tokens(Path(folder) / "tokens")
         contenders = [ours(name, LAYOUTS[name], data) for name in names]
         contenders.insert(1, ours(TWICE, LAYOUTS["one process"], data, copies=2))
         contenders += [reference for reference in references() if reference.name in peers]
-        for number in range(num_rounds):
-            for contender in contenders:
-                with console.status(f"round {number + 1} of {num_rounds}: {contender.name}"):
-                    turns.setdefault(contender.name, []).append(take_turn(contender, num_steps))
+        return take_turns(contenders, num_rounds, num_steps, console)
+
+
+def take_turns(contenders: Sequence[Contender], num_rounds: int, num_steps: int, console: Console) -> Rounds:
+    """Round by round, let each contender take a turn. Call it in a process with one thread."""
+    turns: dict[str, list[Turn]] = {}
+    for number in range(num_rounds):
+        for contender in contenders:
+            with console.status(f"round {number + 1} of {num_rounds}: {contender.name}"):
+                turns.setdefault(contender.name, []).append(take_turn(contender, num_steps))
     return turns
+
+
+def write_tokens(prefix: Path) -> Path:
+    """Random tokens for this trainer, enough for many steps; returns their prefix."""
+    with TokenWriter(prefix, np.uint16) as writer:
+        writer.add(np.random.default_rng(0).integers(0, MODEL.vocab, 64 * GLOBAL_BATCH * SEQ_LEN, dtype=np.uint16))
+        writer.end_document()
+    return prefix
 
 
 def ratios(turns: Rounds, name: str, base: str) -> list[float]:

@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import crew  # noqa: E402
+import peer  # noqa: E402
 import step_time  # noqa: E402
 
 
@@ -76,3 +77,11 @@ def test_every_layout_has_an_aim_and_every_peer_exists():
     assert set(aims) == set(step_time.LAYOUTS)
     bases = {base for aim in aims.values() for base in aim["cpu"]}
     assert bases <= {reference.name for reference in step_time.references()} | set(step_time.LAYOUTS)
+
+
+def test_a_peer_is_compared_round_by_round():
+    mine, theirs = (crew.Contender(name=name, num_ranks=1, steps=steps) for name in ("ours", "theirs"))
+    turns = {"ours": [turn(1.0), turn(4.0), turn(1.2)], "theirs": [turn(2.0), turn(5.0), turn(2.0)]}
+    columns = peer.table("peer", {"data 2": (mine, theirs)}, turns).columns
+    cells = [next(iter(column.cells)) for column in columns]
+    assert cells == ["data 2", "1.20", "2.00", "0.60", "0.50", "1.00", "1.00", "0.50", "0.50"]
