@@ -56,7 +56,7 @@ def by_kind(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: 
     }
     weights["head"] = float((group.footprint.places[:, at] == group.footprint.places.max()).any())
     kinds = dict.fromkeys(("compute", "recompute", "tensor"), 0.0)
-    repeated = float(group.footprint.repeated.sum(0)[at])
+    repeated = float(group.footprint.repeated[index].sum(0)[at])
     passes = {f"{block}_{direction}": weights[block] for block in weights for direction in ("forward", "backward")}
     passes |= {"layer_backward": repeated, "layer_backward_plain": weights["layer"] - repeated}
     for name, weight in passes.items():

@@ -10,6 +10,7 @@ import numpy as np
 
 from phalanx.plan.groups import kv_copies
 from phalanx.plan.plan import Plan
+from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.stages import recomputed_layers, split
 from phalanx.plan.walk import Walk
 from phalanx.planner import data_axis, memory, network, timeline
@@ -25,11 +26,12 @@ TIME_KINDS = ("compute", "recompute", "tensor", "pipeline", "data", "optimizer",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Layouts that share pipeline size, schedule, virtual stages and copies of kv heads, with what they need of memory.
+    """Layouts that share pipeline size, places of stages and copies of kv heads, with what they need of memory.
 
     `rows` are their places among all candidates, `places` [chunks, coordinates] their stages, `layers` (same shape)
-    the layers of each and `repeated` those of them that are recomputed, if any are; `memory` by kind is [layouts,
-    coordinates]; `tied` [layouts, coordinates]: elements of an embedding that a second coordinate holds as well.
+    the layers of each and `repeated` [layouts, chunks, coordinates] those of them that are recomputed, if any are;
+    `memory` by kind is [layouts, coordinates]; `tied` [layouts, coordinates]: elements of an embedding that a second
+    coordinate holds as well.
     """
 
     rows: Array
@@ -55,7 +57,7 @@ class Footprint:
             layouts=self.layouts.take(index),
             places=self.places,
             layers=self.layers,
-            repeated=self.repeated,
+            repeated=self.repeated[index],
             costs=self.costs.take(index),
             held=self.held.take(index),
             memory={kind: np.broadcast_to(values, shape)[index] for kind, values in self.memory.items()},
@@ -121,12 +123,14 @@ def _by_cost(
 
 
 def repeated_layers(model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array) -> Array:
-    """How many layers of each stage are recomputed under those layouts that recompute any, [stages]."""
-    if layouts.recompute_layers is None and not (layouts.recompute_every > 1).any():
-        return per_stage
+    """How many layers of each stage are recomputed under those layouts that recompute any, [layouts, stages]."""
+    different, inverse = np.unique(layouts.recompute_every, return_inverse=True)
+    if layouts.recompute_layers is None and different[-1] == 1:
+        return np.broadcast_to(per_stage, (len(layouts), len(per_stage)))
     some = replace(layouts.layout(0), recompute="full")
     stages = split(model, seq_len, len(per_stage), per_stage.tolist())
-    return np.array([len(recomputed_layers(some, stage)) for stage in stages])
+    cases = [replace(some, recompute_every=every) for every in different.tolist()]
+    return np.array([[len(recomputed_layers(case, stage)) for stage in stages] for case in cases])[inverse]
 
 
 def _thresholds(model: ModelSpec, stages: int) -> Array:
@@ -157,15 +161,20 @@ def footprints(
     if not len(layouts):
         return
     priced = costs(model, job, cluster, engine, layouts)
-    keys = (layouts.pipeline * (model.num_layers + 1) + layouts.virtual_stages) * len(layouts.schedules)
-    keys = keys + layouts.schedule
+    keys = layouts.pipeline * (model.num_layers + 1) + layouts.virtual_stages
     # Copied kv heads make layers dearer, so the balance of stages may differ.
     copies = np.maximum(1, layouts.tensor // model.num_kv_heads)
     keys = keys * (int(copies.max()) + 1) + copies
-    keys = keys * (int(layouts.recompute_every.max()) + 1) + layouts.recompute_every
+    keys = keys * len(layouts.schedules) + np.array(_placements(layouts.schedules))[layouts.schedule]
     order = np.argsort(keys, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
         yield _footprint(model, job, engine, layouts.take(rows), priced.take(rows), rows)
+
+
+def _placements(schedules: tuple[str, ...]) -> list[int]:
+    """For each schedule, the first that puts stages where it does."""
+    rules = [SCHEDULES[name].placement for name in schedules]
+    return [rules.index(rule) for rule in rules]
 
 
 def _footprint(
@@ -174,7 +183,7 @@ def _footprint(
     name = layouts.schedules[int(layouts.schedule[0])]
     places = timeline.stage_places(name, int(layouts.pipeline[0]), int(layouts.virtual_stages[0]))
     per_stage = stage_layers(model, job.seq_len, engine, layouts)
-    repeated = repeated_layers(model, job.seq_len, layouts, per_stage)[places]
+    repeated = repeated_layers(model, job.seq_len, layouts, per_stage)[:, places]
     layers, ends = per_stage[places], (0, int(np.argmax((places == len(per_stage) - 1).any(0))))
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
@@ -196,18 +205,21 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     """Seconds of every layout of one footprint."""
     layouts, priced, places = footprint.layouts, footprint.costs, footprint.places
     num_micro_batches = layouts.num_micro_batches(job.global_batch)
-    name = layouts.schedules[int(layouts.schedule[0])]
     per_stage = np.empty(places.size, dtype=int)
     per_stage[places] = footprint.layers
-    repeated = np.empty(places.size, dtype=int)
-    repeated[places] = footprint.repeated
+    repeated = np.empty((len(layouts), places.size), dtype=int)
+    repeated[:, places] = footprint.repeated
     links = network.placements(cluster, layouts)
     layer = memory.elements(model, layouts).layer
     gathers = data_axis.gathers(cluster, engine, job.precision, layouts, links["shards"], layer)
     boundary = priced.boundary_bytes / (layouts.tensor if engine.scatter_boundary else 1)
     transfer_s = network.point_to_point_s(cluster, boundary, links["pipeline"])
     times = timeline.stage_times(priced, per_stage, repeated, gathers, transfer_s, engine)
-    pipeline_s = timeline.bound(name, times, places, num_micro_batches)
+    pipeline_s = np.empty(len(layouts))
+    for number in np.unique(layouts.schedule):
+        rows = layouts.schedule == number
+        name = layouts.schedules[number]
+        pipeline_s[rows] = timeline.bound(name, times.take(rows), places, num_micro_batches[rows])
     forward_s, backward_s = times.forward_s[:, places], times.backward_s[:, places]
     windows = (backward_s.sum(1), forward_s.sum(1))
     tail = data_axis.tail(cluster, engine, job.precision, footprint, num_micro_batches, *windows)

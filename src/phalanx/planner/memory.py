@@ -107,17 +107,19 @@ def memory(
     num_micro_batches: Array,
     ends: tuple[int, int],
 ) -> dict[str, Array]:
-    """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size, schedule and virtual stages.
+    """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size and places of stages.
 
-    `layers` [chunks, coordinates]: layers of each chunk; `repeated`, the same: of these, recomputed ones;
-    `ends`: coordinates that hold the first and the last stage.
+    `layers` [chunks, coordinates]: layers of each chunk; `repeated` [layouts, chunks, coordinates]: of these,
+    recomputed ones; `ends`: coordinates that hold the first and the last stage.
     """
     pipeline = layers.shape[1]
     last = np.arange(pipeline) == ends[1]
     states = engine.states_for(precision)
     shards, zero = _column(layouts.data * layouts.context), _column(layouts.zero)
-    name = layouts.schedules[int(layouts.schedule[0])]
-    flight = in_flight(name, pipeline, len(layers), num_micro_batches)
+    flight = np.empty((len(layouts), pipeline), dtype=int)
+    for number in np.unique(layouts.schedule):
+        rows = layouts.schedule == number
+        flight[rows] = in_flight(layouts.schedules[number], pipeline, len(layers), num_micro_batches[rows])
     kept, plain = (np.asarray(each)[..., None, None] for each in (costs.kept_bytes, costs.kept_bytes_plain))
     chunk = (repeated * kept + (layers - repeated) * plain).max(-2)
     boundary = _column(costs.boundary_bytes)
@@ -132,7 +134,7 @@ def memory(
         "parameters": np.where(zero >= 3, held.shard, held.elements) * states.parameter,
         "gradients": np.where(zero >= 2, held.shard, held.elements) * states.gradient * copies + transient,
         "optimizer": np.where(zero >= 1, held.shard, held.elements) * states.optimizer,
-        "activations": flight * chunk + (repeated.sum(0) > 0) * _column(costs.working_bytes),
+        "activations": flight * chunk + (repeated.sum(1) > 0) * _column(costs.working_bytes),
         "logits": logits,
         "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
         "buffers": (4 * boundary if pipeline > 1 else 0) + np.where(shards > 1, 2.0 * layouts.bucket_bytes, 0.0),

@@ -157,6 +157,7 @@ class _Priced:
         self.group_of = np.zeros(len(layouts), dtype=int)
         self.index_of = np.zeros(len(layouts), dtype=int)
         self.peak = memory.least(task.model, task.runner, task.job.precision, layouts)
+        self.exact = np.zeros(len(layouts), dtype=bool)
         self.step_s = np.full(len(layouts), np.inf)
         limit = task.cluster.device.memory_bytes if only_fitting else np.inf
         specs = (task.model, task.job, task.cluster, task.runner)
@@ -164,6 +165,7 @@ class _Priced:
         for footprint in footprints(*specs, layouts.take(possible)):
             footprint = replace(footprint, rows=possible[footprint.rows])
             self.peak[footprint.rows] = footprint.memory_bytes.max(1)
+            self.exact[footprint.rows] = True
             keep = self.peak[footprint.rows] <= limit
             if keep.any():
                 self._add(price(*specs, footprint.take(keep)))
@@ -269,8 +271,12 @@ class _Priced:
 
     def smallest(self, rows: Array) -> tuple[int, float]:
         """Of candidates `rows`, the one whose fullest rank needs least, and how many bytes: activations included, also
-        where states alone are too much. Looked for among those whose least is least."""
-        task, near = self.task, rows[np.argsort(self.peak[rows], kind="stable")[:NEAREST]]
+        where states alone are too much. Of the latter, those are looked at whose least is least."""
+        task, known = self.task, rows[self.exact[rows]]
+        bar = self.peak[known].min(initial=np.inf)
+        others = rows[~self.exact[rows] & (self.peak[rows] < bar)]
+        others = others[np.argsort(self.peak[others], kind="stable")[:NEAREST]]
+        near = np.concatenate((known[np.argsort(self.peak[known], kind="stable")[:1]], others))
         peak = np.empty(len(near))
         for footprint in footprints(task.model, task.job, task.cluster, task.runner, self.layouts.take(near)):
             peak[footprint.rows] = footprint.memory_bytes.max(1)

@@ -31,12 +31,21 @@ class StageTimes:
     weight_s: Array
     transfer_s: Array
 
+    def take(self, index: Array) -> StageTimes:
+        """The layouts at `index`."""
+        return StageTimes(
+            forward_s=self.forward_s[index],
+            backward_s=self.backward_s[index],
+            weight_s=self.weight_s[index],
+            transfer_s=self.transfer_s[index],
+        )
+
 
 def stage_times(
     costs: Costs, layers: Array, repeated: Array, gathers: Gathers, transfer_s: Array, engine: Engine
 ) -> StageTimes:
-    """`layers`: how many layers each stage holds, [stages], of which it recomputes `repeated`; the embedding is on the
-    first, the head on the last.
+    """`layers`: how many layers each stage holds, [stages], of which it recomputes `repeated`, [layouts, stages]; the
+    embedding is on the first, the head on the last.
 
     A layer whose parameters are gathered one ahead takes at least as long as the messages beside it. Where the engine
     waits for its transfers, sender and receiver lose their time.

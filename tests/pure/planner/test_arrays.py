@@ -17,7 +17,7 @@ from phalanx.plan.plan import Prediction
 from phalanx.plan.schedule import SCHEDULES, schedule
 from phalanx.plan.shards import rank_buffers, rank_stages
 from phalanx.planner import legal, memory, timeline
-from phalanx.planner.candidates import Candidates, of
+from phalanx.planner.candidates import MOST_KEYS, Candidates, distinct, of
 from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate, stage_layers
 from phalanx.planner.search import predict
@@ -135,6 +135,15 @@ def test_a_layout_survives_the_arrays() -> None:
     )
     many = of([Layout(), layout])
     assert isinstance(many, Candidates) and many.layout(1) == layout
+
+
+@pytest.mark.parametrize("largest", [6, MOST_KEYS], ids=["table", "sorted"])
+def test_distinct_combinations_are_those_there_are(largest: int) -> None:
+    columns = np.array([3, 0, 3, largest, 0]), np.array([1, 2, 1, 0, 1])
+    first, inverse = distinct(*columns)
+    assert sorted(first.tolist()) == [0, 1, 3, 4]
+    for column in columns:
+        assert column[first][inverse].tolist() == column.tolist()
 
 
 def predicted(**chosen: Any) -> Prediction:
