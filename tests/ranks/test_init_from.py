@@ -13,12 +13,13 @@ from helpers import run_worlds
 from single import batch, collect, solo_engine
 from tiny import tiny_job, toy_cluster
 
-from phalanx.checkpoint.hf_names import places, whole
+from phalanx.checkpoint.hf_names import places
 from phalanx.checkpoint.rewrite import to_checkpoint
 from phalanx.checkpoint.weights import open_weights
 from phalanx.errors import CheckpointError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
+from phalanx.plan.shards import Rectangle
 from phalanx.rundir import RunDir
 from phalanx.spec.job import CheckpointSpec, DataSpec, OptimizerSpec
 from phalanx.spec.models import from_config
@@ -65,7 +66,7 @@ def test_one_step_equals_one_of_transformers(name, tmp_path):
     where = places(plan.model)
     for ours, gradient in collect(engine.data.slices, "gradients").items():
         place = where[ours]
-        box = place.rectangle(whole(tuple(gradient.shape)))
+        box = place.rectangle(Rectangle.of(tuple(gradient.shape)))
         theirs = gradients[place.tensor][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
         error = (gradient - (theirs.t() if place.transposed else theirs)).norm()
         # A bias of keys shifts all scores of a row alike: its gradient is zero but for rounding.

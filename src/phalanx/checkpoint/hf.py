@@ -14,13 +14,14 @@ import torch
 
 from phalanx.checkpoint.disk import sync_folder
 from phalanx.checkpoint.hf_folder import CONFIG, INDEX, SINGLE, Folder
-from phalanx.checkpoint.hf_names import places, shapes, whole
+from phalanx.checkpoint.hf_names import places, shapes
 from phalanx.checkpoint.hf_settings import carry, generation_config, token_ids, write_json
 from phalanx.checkpoint.manifest import ITEM_BYTES
 from phalanx.checkpoint.match import check_model, parameters
 from phalanx.checkpoint.rewrite import View, written_aside
 from phalanx.checkpoint.tensor_file import DTYPES, bytes_of, header
 from phalanx.checkpoint.weights import Weights
+from phalanx.plan.shards import Rectangle
 from phalanx.spec import hf
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.models import from_config
@@ -89,8 +90,8 @@ def _write_file(path: Path, tensors: Shapes, dtype: str, weights: Weights) -> No
             views = []
             for ours, place in where.items():
                 if place.tensor == name:
-                    box = place.rectangle(whole(known[ours].shape))
-                    part = tensor[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+                    box = place.rectangle(Rectangle.of(known[ours].shape))
+                    part = tensor[box.index]
                     views.append(View(parameter=known[ours], tensor=part.t() if place.transposed else part))
             weights.fill(views)
             file.write(bytes_of(tensor))

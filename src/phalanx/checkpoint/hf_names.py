@@ -50,11 +50,6 @@ class Place:
         return Rectangle(start=start[::-1], stop=stop[::-1]) if self.transposed else Rectangle(start=start, stop=stop)
 
 
-def whole(shape: tuple[int, ...]) -> Rectangle:
-    """All of a tensor."""
-    return Rectangle(start=(0,) * len(shape), stop=shape)
-
-
 def places(model: ModelSpec) -> Mapping[str, Place]:
     """The place of each of our parameters, by its name. Raises SpecError for a model that no known family has."""
     gpt2 = hf.config(model)["model_type"] == "gpt2"
@@ -67,7 +62,7 @@ def shapes(model: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     where = places(model)
     for name, parameter in parameters(model).items():
         place = where[name]
-        end = place.rectangle(whole(parameter.shape)).stop
+        end = place.rectangle(Rectangle.of(parameter.shape)).stop
         found[place.tensor] = tuple(map(max, end, found.get(place.tensor, end)))
     return found
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.hf_names import whole
 from phalanx.checkpoint.hf_settings import carry
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.match import parameters
@@ -51,7 +50,7 @@ class View:
     @property
     def rectangle(self) -> Rectangle:
         """The whole tensor."""
-        return whole(self.parameter.shape)
+        return Rectangle.of(self.parameter.shape)
 
 
 def to_checkpoint(weights: Weights, target: Path) -> int:

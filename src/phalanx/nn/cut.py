@@ -24,18 +24,13 @@ class ParameterCut:
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole parameter, a tensor of its own."""
-        return torch.cat([whole[spans(box)] for box in self.boxes]).contiguous()
-
-
-def spans(box: Rectangle) -> tuple[slice, ...]:
-    """The box as an index."""
-    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+        return torch.cat([whole[box.index] for box in self.boxes]).contiguous()
 
 
 def copied(whole: Tensor) -> ParameterCut:
     """A parameter that is not cut."""
     shape = tuple(whole.shape)
-    return ParameterCut(shape=shape, boxes=(Rectangle(start=(0,) * len(shape), stop=shape),), copied=True)
+    return ParameterCut(shape=shape, boxes=(Rectangle.of(shape),), copied=True)
 
 
 def evenly(whole: Tensor, dim: int, parts: Sequence[int], comm: Comm, what: str) -> ParameterCut:

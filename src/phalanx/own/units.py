@@ -105,8 +105,7 @@ def placed(name: str, tensor: Tensor, cutting: Cutting | None) -> tuple[Paramete
     """The whole parameter or buffer of this name, and which boxes of it `tensor` holds, one below the other."""
     cut = cutting.cuts.get(name) if cutting else None
     parameter = ModuleTensor(name=name, shape=cut.shape if cut else tuple(tensor.shape)).parameter
-    whole = Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape)
-    return parameter, cut.boxes if cut else (whole,)
+    return parameter, cut.boxes if cut else (Rectangle.of(parameter.shape),)
 
 
 @dataclass(slots=True)

@@ -52,8 +52,7 @@ def _whole(engine: ModuleEngine, wanted: Iterable[ModuleTensor], pieces: Iterabl
     for tensor in wanted:
         values = torch.zeros(tensor.parameter.shape, dtype=torch.float64, device=engine.device)
         for piece in mine.get(tensor.name, ()):
-            spans = tuple(slice(a, b) for a, b in zip(piece.rectangle.start, piece.rectangle.stop, strict=True))
-            values[spans] = piece.tensor.double()
+            values[piece.rectangle.index] = piece.tensor.double()
         world.all_reduce(values, purpose="whole tensors")
         if world.index == 0:
             found[tensor.name] = values.to("cpu", engine.kept_dtype(tensor)).view(tensor.shape)
@@ -75,7 +74,7 @@ def module_weights(folder: Path | str) -> dict[str, Tensor]:
     pieces = []
     for tensor in plan.tensors:
         kind, shape = STATE_KINDS[tensor.role][0], tensor.parameter.shape
-        box = Rectangle(start=(0,) * len(shape), stop=shape)
+        box = Rectangle.of(shape)
         empty = torch.empty(shape, dtype=DTYPES[dtypes[kind, tensor.name]])
         pieces.append(StatePiece(kind=kind, parameter=tensor.parameter, rectangle=box, tensor=empty, owned=False))
     read_pieces(path, manifest, pieces)

@@ -57,6 +57,16 @@ class Rectangle:
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> Rectangle:
+        """All of a tensor."""
+        return cls(start=(0,) * len(shape), stop=shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What the box is of the whole tensor: `tensor[box.index]`."""
+        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent on each dim."""
@@ -199,7 +209,7 @@ class _Cutter:
         self.kv_copies = kv_copies(model, layout.tensor)
 
     def whole(self, leaf: str, parameter: Parameter, copies: Copies = "tensor") -> Draft:
-        box = Rectangle(start=(0,) * len(parameter.shape), stop=parameter.shape)
+        box = Rectangle.of(parameter.shape)
         return Draft(leaf=leaf, parameter=parameter, rectangle=box, shape=parameter.shape, copies=copies)
 
     def cut(self, leaf: str, parameter: Parameter, dim: int, *, copies: int = 1) -> Draft:
