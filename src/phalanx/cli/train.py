@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from phalanx.checkpoint.folder import find
 from phalanx.cli.inputs import add_run, check_start, plan_of, resumed, source_of, with_data, writing
 from phalanx.errors import InputError
 from phalanx.launch import environment, fold, local
@@ -43,16 +44,22 @@ def run(arguments: argparse.Namespace) -> int:
     with run_dir.lock():
         with writing(run_dir.plan, "--run-dir"):
             plan.write(run_dir.plan)
-        sys.stdout.write(f"{plan.layout}; run folder {run_dir.path}\n")
-        for line in source_of(plan).describe(plan.job.num_steps):
-            sys.stdout.write(f"data: {line}\n")
-        sys.stdout.flush()
+        _announce(plan, run_dir)
         result = local.start(run_dir.plan, run_dir)
     if result.failure:
         sys.stderr.write(f"phalanx: {result.failure}\n")
     elif result.exit_code > 128:
-        sys.stderr.write(f"phalanx: ended by {signal.Signals(result.exit_code - 128).name}\n")
+        saved = "" if find(run_dir.checkpoints) else f"; nothing is saved yet in {run_dir.path}"
+        sys.stderr.write(f"phalanx: ended by {signal.Signals(result.exit_code - 128).name}{saved}\n")
     return result.exit_code
+
+
+def _announce(plan: Plan, run_dir: RunDir) -> None:
+    """Say what is about to be trained, where, and on what."""
+    sys.stdout.write(f"{plan.layout}; run folder {run_dir.path}\n")
+    for line in source_of(plan).describe(plan.job.num_steps):
+        sys.stdout.write(f"data: {line}\n")
+    sys.stdout.flush()
 
 
 def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
@@ -74,6 +81,7 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
             stack.enter_context(run_dir.lock())
             run_dir.forget_last_attempt()
             plan.write(run_dir.plan)
+            _announce(plan, run_dir)
         run_dir.create()
         from phalanx.trainer.__main__ import work
 

@@ -17,6 +17,7 @@ from phalanx.own.stage import Loss
 from phalanx.own.step import Step
 from phalanx.plan.module import ModulePlan
 from phalanx.watch.metrics import StepRecord
+from phalanx.watch.progress import Progress
 
 
 class Dataset(Protocol):
@@ -64,12 +65,16 @@ class Trainer:
         Asked to stop (SIGTERM, SIGUSR1), it saves and raises Stopped, which ends the program with its exit code.
         """
         step, job = self.step, self.step.plan.job
+        progress = Progress(job.num_steps, job.log_every_steps)
         while step.number < job.num_steps:
             step.forward_backward(self.micro_batches(step.number), self._loss)
             record = step.update()
-            step.say(record.line(job.num_steps))
+            if line := progress.line(record):
+                step.say(line)
             after_step(record)
         step.finish()
+        if summary := progress.summary():
+            step.say(summary)
 
     def micro_batches(self, number: int) -> list[Nest]:
         """What this rank trains on in step `number`."""

@@ -104,6 +104,7 @@ class JobSpec:
     A step whose loss or gradient is no finite number ends the run, or with `on_non_finite` "skip" changes nothing.
     With `compile`, torch.compile fuses what a block does between matrix products and messages.
     Every `check_copies_every_steps` steps (0: never) ranks compare what they hold copies of.
+    The terminal shows every `log_every_steps`-th step, metrics.jsonl all of them.
     `comm` "auto" moves data between processes of one host through shared memory, "gloo" switches that off.
     `comm_timeout_s` ends a collective that waits longer.
     """
@@ -118,6 +119,7 @@ class JobSpec:
     compile: bool = False
     on_non_finite: Literal["stop", "skip"] = "stop"
     check_copies_every_steps: Whole = 100
+    log_every_steps: Count = 10
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()

@@ -21,6 +21,7 @@ from phalanx.trainer.validation import Validation
 from phalanx.trainer.world import World, join
 from phalanx.watch.actions import ActionsWriter
 from phalanx.watch.metrics import AXES, MetricsWriter, StepRecord
+from phalanx.watch.progress import Progress
 
 
 class Clock:
@@ -89,6 +90,7 @@ def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> Non
     continuation = Continuation(engine, run_dir, _say)
     done = continuation.restore()
     metrics = MetricsWriter(run_dir.metrics, _say) if world.rank == 0 else None
+    progress = Progress(job.num_steps, job.log_every_steps)
     speaks_for_stage = world.coord.data == world.coord.tensor == 0
     actions = ActionsWriter(run_dir.actions(world.rank), job.num_steps, _say) if speaks_for_stage else None
     clock, stop, guards = Clock(world.recorder), StopRequest(), Guards(engine)
@@ -102,7 +104,8 @@ def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> Non
             clock.lap()  # a step's time is its own
         if metrics:
             metrics.write(record)
-            _say(record.line(job.num_steps))
+            if line := progress.line(record):
+                _say(line)
         world.recorder.micro_batch, world.recorder.phase = -1, "check of copies"
         guards.after(number + 1)
         if actions and record.updated:
@@ -116,6 +119,8 @@ def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> Non
             raise stopped
         continuation.after(number + 1)
     continuation.finish(max(done, job.num_steps))
+    if metrics and (summary := progress.summary()):
+        _say(summary)
 
 
 def _say(line: str) -> None:

@@ -112,7 +112,7 @@ def test_axes_are_those_of_layout():
 
 def test_every_field_of_the_specs_has_a_key():
     job = {"global_batch", "seq_len", "num_steps", "precision", "seed", "label_smoothing", "z_loss"}
-    job |= {"compile", "on_non_finite", "check_copies_every_steps"}
+    job |= {"compile", "on_non_finite", "check_copies_every_steps", "log_every_steps"}
     assert set(load.TABLES["job"]) == job
     assert set(load.TABLES["launch"]) == {"comm", "comm_timeout_s"}
     tables = {"optimizer", "data", "checkpoint"}
