@@ -10,7 +10,7 @@ import argparse
 import functools
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from planner_fit import leave_one_out, refit
 from published import Row, read
+from published_machines import runner
 
 from phalanx.errors import PhalanxError
 from phalanx.plan.layout import Layout
 from phalanx.planner import timeline
 from phalanx.planner.candidates import of
-from phalanx.planner.engine import Engine, engine
+from phalanx.planner.engine import Engine
 from phalanx.planner.estimate import Group, estimate
 
 OK = ("ok", "ok_recompute_untold")
@@ -79,54 +80,54 @@ def score(
     *,
     walked: bool = True,
 ) -> list[Scored]:
-    """Predict all rows; rows of one cell in one call. What cannot be priced is counted in `skipped`, by reason. Without
-    `walked`, pipelines take what their bound says: five times as fast."""
+    """Predict all rows; rows of one model, job and machine in one call. What cannot be priced is counted in `skipped`,
+    by reason. Without `walked`, pipelines take what their bound says: five times as fast."""
     batches: dict[Any, list[Row]] = defaultdict(list)
     for row in rows:
-        batches[(row.cell, row.engine, repr(row.model))].append(row)
+        batches[(repr(row.model), repr(row.job), repr(row.cluster), row.engine)].append(row)
     scored = []
     for members in batches.values():
         first = members[0]
-        runner = (engines or {}).get(first.engine) or engine(first.engine)
-        layouts = of([layout for row in members for layout in row.layouts])
-        step_s, peak, allocated = (np.empty(len(layouts)) for _ in range(3))
-        places: dict[int, tuple[Group, int]] = {}
+        used = (engines or {}).get(first.engine) or runner(first.engine, first.job.precision)
         try:
-            for group in estimate(first.model, first.job, first.cluster, runner, layouts):
-                step_s[group.rows] = group.step_s
-                places |= {int(at): (group, index) for index, at in enumerate(group.rows)}
-                peak[group.rows] = group.memory_bytes.max(1)
-                allocated[group.rows] = (group.memory_bytes - group.footprint.memory["overhead"]).max(1)
+            scored += _score(members, used, walked)
         except PhalanxError as error:
             if skipped is None:
                 raise
             skipped[str(error)] = skipped.get(str(error), 0) + len(members)
-            continue
-        start = 0
-        for row in members:
-            part = slice(start, start := start + len(row.layouts))
-            fitting = peak[part] <= row.cluster.device.memory_bytes
-            times = np.where(fitting, step_s[part], np.inf) if fitting.any() else step_s[part]
-            best = int(np.argmin(times))
-            seconds = float(step_s[part][best])
-            if walked and row.layouts[best].pipeline > 1:
-                seconds = _replayed_s(row, runner, *places[part.start + best], row.layouts[best])
-            scored.append(
-                Scored(
-                    row=row,
-                    step_s=seconds,
-                    memory_bytes=float(peak[part][best]),
-                    allocated_bytes=float(allocated[part][best]),
-                )
-            )
     return scored
 
 
-def _replayed_s(row: Row, runner: Engine, group: Group, index: int, layout: Layout) -> float:
+def _score(members: list[Row], used: Engine, walked: bool) -> list[Scored]:
+    """Rows that share model, job, machine and engine."""
+    first = members[0]
+    layouts = of([layout for row in members for layout in row.layouts])
+    step_s, peak, allocated = (np.empty(len(layouts)) for _ in range(3))
+    places: dict[int, tuple[Group, int]] = {}
+    for group in estimate(first.model, first.job, first.cluster, used, layouts):
+        step_s[group.rows] = group.step_s
+        places |= {int(at): (group, index) for index, at in enumerate(group.rows)}
+        peak[group.rows] = group.memory_bytes.max(1)
+        allocated[group.rows] = (group.memory_bytes - group.footprint.memory["overhead"]).max(1)
+    scored, start = [], 0
+    for row in members:
+        part = slice(start, start := start + len(row.layouts))
+        fitting = peak[part] <= row.cluster.device.memory_bytes
+        times = np.where(fitting, step_s[part], np.inf) if fitting.any() else step_s[part]
+        best = int(np.argmin(times))
+        seconds = float(step_s[part][best])
+        if walked and row.layouts[best].pipeline > 1:
+            seconds = _replayed_s(row, used, *places[part.start + best], row.layouts[best])
+        memory = {"memory_bytes": float(peak[part][best]), "allocated_bytes": float(allocated[part][best])}
+        scored.append(Scored(row=row, step_s=seconds, **memory))
+    return scored
+
+
+def _replayed_s(row: Row, used: Engine, group: Group, index: int, layout: Layout) -> float:
     """Seconds of a step as a search reports them: with the schedule walked."""
     shape = (layout.pipeline, layout.virtual_stages, layout.num_micro_batches(row.job.global_batch))
     pipeline_s = timeline.replay_s(layout.schedule, group.times, index, *shape)
-    return runner.factor * (pipeline_s + float(group.tail_s[index]))
+    return used.factor * (pipeline_s + float(group.tail_s[index]))
 
 
 def spread(errors: list[float]) -> dict[str, float]:
@@ -152,6 +153,11 @@ def ranks(values: Any) -> Any:
     return result
 
 
+def correlation(left: Any, right: Any) -> float:
+    """Pearson's; 0 where one side does not vary."""
+    return float(np.corrcoef(left, right)[0, 1]) if np.ptp(left) and np.ptp(right) else 0.0
+
+
 def ranking(scored: list[Scored]) -> dict[str, Any]:
     """Per source: over groups of at least five layouts of one model, job and machine, the mean Spearman and Kendall
     correlation of predicted and measured time, and the regret of the first choice."""
@@ -164,7 +170,7 @@ def ranking(scored: list[Scored]) -> dict[str, Any]:
             continue
         predicted = np.array([entry.step_s for entry in members])
         measured = np.array([entry.row.step_s for entry in members])
-        spearman = float(np.corrcoef(ranks(predicted), ranks(measured))[0, 1])
+        spearman = correlation(ranks(predicted), ranks(measured))
         pairs = np.sign(np.subtract.outer(predicted, predicted)) * np.sign(np.subtract.outer(measured, measured))
         kendall = float(pairs.sum() / (len(members) * (len(members) - 1)))
         regret = float(measured[np.argmin(predicted)] / measured.min() - 1.0)
@@ -239,6 +245,7 @@ def report(scored: list[Scored], skipped: dict[str, int]) -> dict[str, Any]:
         "memory": {name: spread(errors) for name, errors in memory.items()},
         "did_not_fit": fit_or_not([s for s in scored if s.row.quality in OK or s.row.quality == "slow_outlier"]),
         "skipped": skipped,
+        "filled": dict(Counter(what for entry in scored for what in entry.row.filled)),
         "num_without_time": len(scored) - len(timed),
     }
 
@@ -277,6 +284,7 @@ def show(result: dict[str, Any]) -> None:
         for name, line in [*result["leave_one_out"].items(), ("all", result["leave_one_out_overall"])]:
             print(_line(name, line))
         print("constants fitted on all:", result["fit"])
+    print(f"\nfilled in where rows do not say: {result['filled'] or 'nothing'}")
     print(f"\nskipped: {result['skipped'] or 'none'}; rows without a time: {result['num_without_time']}")
 
 
@@ -292,7 +300,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--fit", action="store_true", help="refit device constants, leaving out each source in turn")
     options = parser.parse_args(arguments)
-    rows, skipped = read(options.paths)
+    try:
+        rows, skipped = read(options.paths)
+    except PhalanxError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     result = report(score(rows, skipped=skipped), skipped)
     if options.fit:
         usable = [row for row in rows if row.step_s and row.fits and row.quality in OK and row.source not in UNKNOWABLE]

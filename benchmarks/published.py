@@ -1,70 +1,37 @@
 """Published runs: rows of the published format into specs that the planner takes, and the measured values beside them.
 
-A row that cannot be read is skipped with its reason; nothing is guessed without being listed in `assumed`.
+A row that cannot be read is skipped with its reason; what a row leaves out and is filled in is named in `filled`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from published_machines import FALLBACK, cluster_of, engine_of
+
+from phalanx.errors import InputError
 from phalanx.plan.layout import Layout
-from phalanx.spec import clusters
+from phalanx.plan.legality import problems
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
 
 GIB = 2**30
 
-# Sites whose network differs from the vendor's: bytes/s per device, cards per node, share reached, seconds per message.
-SITES = {
-    "bigscience": (6.25e9, 4, 0.9, 4e-6),  # Jean Zay: four 100 Gb/s Omni-Path links for 8 devices (BLOOM model card)
-    "mt_nlg": (25e9, 8, 0.96, 4e-6),  # Selene: one HDR card per device (arXiv 2201.11990)
-    "dgxc": (50e9, 8, 0.94, 4e-6),
-    "playbook": (50e9, 8, 0.74, 14e-6),  # EFA (hardware.json: 0.74 of the wire; NCCL Simple hop)
-}
-
-GPUS = (
-    ("H200", "dgx-h200"),
-    ("GB200", "dgx-b200"),
-    ("GB300", "dgx-b200"),
-    ("B300", "dgx-b200"),
-    ("B200", "dgx-b200"),
-    ("H100", "dgx-h100"),
-    ("A100-40", "dgx-a100-40"),
-    ("A100-SXM4-40", "dgx-a100-40"),
-    ("A100", "dgx-a100"),
-    ("V100", "dgx-1-v100"),
-    ("MI300", "mi300x"),
-    ("L40S", "l40s-pcie"),
-    ("4090", "rtx4090-workstation"),
-    ("3090", "rtx3090-workstation"),
-)
-
-ENGINES = (
-    ("deepspeed zero-3", "deepspeed-2021"),
-    ("bigscience", "bigscience"),
-    ("megatron-deepspeed", "megatron-deepspeed"),
-    ("nemo launcher 2023", "nemo-2023"),
-    ("megatron-core", "megatron-core-2024"),
-    ("nemo", "megatron-core-2024"),
-    ("llm-foundry", "llm-foundry"),
-    ("nanotron", "nanotron"),
-    ("torchtitan", "torchtitan"),
-    ("deepspeed", "deepspeed"),
-    ("fsdp", "fsdp"),
-    ("megatron", "megatron-2021"),
-)
 # Models whose sharing of the embedding is not printed but told by the printed MFU, which counts each stored parameter:
 # one table for one stage, two for more.
 TIED = {("playbook", "Llama-1B"), ("playbook", "Llama-3B")}
 
-BY_SOURCE = {"seqsel_t5": "megatron-2022", "mt_nlg_530b": "deepspeed-pipeline"}
+MOST = 2**27
+"""No size of a model, batch or cluster is larger; so products stay within 63 bits."""
+
+PRECISIONS = ("fp8", "bf16", "fp16", "fp32", "fp64")
 
 
 class Skip(Exception):
@@ -74,7 +41,7 @@ class Skip(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One published run, readable: specs, layouts that it may have been (several where options were not printed), what
-    was measured."""
+    was measured; `filled`: what it does not say and this reader put in."""
 
     id: str
     source: str
@@ -89,14 +56,14 @@ class Row:
     fits: bool
     certain: bool
     cell: tuple[Any, ...]
-    assumed: tuple[str, ...] = field(default=())
+    filled: tuple[str, ...] = field(default=())
 
 
 def read(paths: list[Path]) -> tuple[list[Row], dict[str, int]]:
-    """All readable rows, and how many were skipped for which reason."""
+    """All readable rows, and how many were skipped for which reason. Raises InputError for a file that is none."""
     rows, skipped = [], {}
     for path in paths:
-        for raw in json.loads(path.read_text(encoding="utf-8")):
+        for raw in _raw(path):
             try:
                 rows.append(_row(raw, path.stem))
             except Skip as reason:
@@ -104,80 +71,156 @@ def read(paths: list[Path]) -> tuple[list[Row], dict[str, int]]:
     return rows, skipped
 
 
-def _need(raw: dict[str, Any], key: str) -> Any:
-    if raw.get(key) is None:
+def _raw(path: Path) -> list[Any]:
+    """The rows of a file: a list, or a table with a list under "rows"."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from error
+    rows = table.get("rows") if isinstance(table, dict) else table
+    if not isinstance(rows, list):
+        raise InputError(f"{path} holds no list of rows")
+    return rows
+
+
+def _number(value: Any, key: str) -> float:
+    """A number that may be written as text; raises Skip for what is none, or not above 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise Skip(f"{key} is no number") from None
+    if not (math.isfinite(number) and number > 0):
+        raise Skip(f"{key} is not above 0")
+    return number
+
+
+def _need(raw: dict[str, Any], key: str) -> int:
+    if raw.get(key) in (None, ""):
         raise Skip(f"no {key}")
-    return raw[key]
+    return _whole(raw, key, 0)
 
 
-def _row(raw: dict[str, Any], file: str) -> Row:
-    source = str(raw.get("source_id") or file)
-    if "ZeRO-3" in str(raw.get("framework")):
+def _whole(raw: dict[str, Any], key: str, otherwise: int) -> int:
+    """A whole number above 0, or `otherwise` where the row does not say."""
+    if raw.get(key) in (None, ""):
+        return otherwise
+    number = _number(raw[key], key)
+    if number != int(number) or number > MOST:
+        raise Skip(f"{key} is no whole number below {MOST:,}")
+    return int(number)
+
+
+def _row(raw: Any, file: str) -> Row:
+    if not isinstance(raw, dict):
+        raise Skip("not a table")
+    source, framework = str(raw.get("source_id") or file), str(raw.get("framework") or "")
+    if "ZeRO-3" in framework:
         source += ", ZeRO 3 of 2021"
-    model = _model(raw)
-    num_devices = int(_need(raw, "n_gpus"))
-    engine = BY_SOURCE.get(source) or next(
-        (name for key, name in ENGINES if key in str(raw.get("framework", "")).lower()), "generic"
-    )
-    if "mixed_precision=DEFAULT" in str(raw.get("framework", "")):
-        engine = "llm-foundry-amp"
-    precision = _precision(raw.get("precision"))
-    if engine == "bigscience" and precision == "bf16":
-        engine = "bigscience-bf16"
+    if "lora" in str(raw.get("task")).lower():
+        raise Skip("trains a part of the parameters only")
+    filled: list[str] = []
+    measured = _measured(raw)
+    gpu, num_devices = str(raw.get("gpu") or ""), _need(raw, "n_gpus")
+    model = _model(raw, filled)
+    precision = _precision(raw.get("precision"), gpu, filled)
+    engine = engine_of(framework, source, precision)
+    if engine == FALLBACK:
+        filled.append(f"engine {FALLBACK} for {framework or 'no framework'}")
+    cluster = _cluster(raw, gpu, num_devices, source)
+    timed = any(measured.get(key) for key in TIMES)
     job = JobSpec(
-        global_batch=int(_need(raw, "global_batch")),
-        seq_len=int(_need(raw, "seq_len")),
+        global_batch=_global_batch(raw, num_devices, timed, filled),
+        seq_len=_need(raw, "seq_len"),
         num_steps=1,
         precision=precision,  # type: ignore[arg-type]
     )
-    layouts = tuple(_layouts(raw, model, job, num_devices))
-    measured = {**raw.get("derived", {}), **{k: v for k, v in raw.get("measured", {}).items() if v is not None}}
+    layouts = _legal(model, job, cluster, tuple(_layouts(raw, model, job, num_devices)))
     memory = measured.get("memory_gib")
-    fits = bool(raw.get("ok", raw.get("fits", True)))
+    ran = raw.get("ok") if raw.get("ok") is not None else raw.get("fits")
     return Row(
-        id=str(raw.get("id", f"{file}-{raw.get('source', '')[:40]}")),
+        id=str(raw.get("id") or f"{file}-{str(raw.get('source'))[:40]}"),
         source=source,
-        quality=str(raw.get("quality", "ok")),
+        quality=str(raw.get("quality") or "ok"),
         engine=engine,
         model=model,
         job=job,
-        cluster=_cluster(raw, source, num_devices),
+        cluster=cluster,
         layouts=layouts,
         step_s=_step_s(raw, measured, model, job, num_devices),
-        memory_bytes=memory * GIB if memory else None,
-        fits=fits,
+        memory_bytes=_number(memory, "memory_gib") * GIB if memory else None,
+        fits=True if ran is None else bool(ran),
         certain=bool(raw.get("certain", True)),
-        cell=(source, raw.get("model"), num_devices, job.global_batch, job.seq_len, precision),
-        assumed=tuple(raw.get("assumed", ())),
+        cell=(source, str(raw.get("model")), gpu, cluster.devices_per_node, num_devices, job.global_batch, job.seq_len),
+        filled=tuple(filled),
     )
 
 
-def _model(raw: dict[str, Any]) -> ModelSpec:
-    experts = int(raw.get("num_experts") or raw.get("experts") or 0)
-    chosen = raw.get("experts_per_token") or raw.get("top_k") or raw.get("topk")
+def _measured(raw: dict[str, Any]) -> dict[str, Any]:
+    """Printed values, and those computed from them where none was printed."""
+    tables = [raw.get(name) for name in ("derived", "measured")]
+    return {
+        key: value
+        for table in tables
+        if isinstance(table, dict)
+        for key, value in table.items()
+        if isinstance(value, int | float | str) and value not in ("", 0)
+    }
+
+
+def _cluster(raw: dict[str, Any], gpu: str, num_devices: int, source: str) -> ClusterSpec:
+    if not gpu:
+        raise Skip("no gpu")
+    if gpu.startswith("mixed"):
+        raise Skip("mixed devices")
+    per_node = _whole(raw, "gpus_per_node", 0) or None
+    cluster = cluster_of(gpu, per_node, num_devices, source, str(raw.get("inter_bw") or ""))
+    if cluster is None:
+        raise Skip(f"no figures for device {gpu}")
+    return cluster
+
+
+def _global_batch(raw: dict[str, Any], num_devices: int, timed: bool, filled: list[str]) -> int:
+    """As printed; of a run without a time, of which only memory matters, one micro-batch per stage and replica."""
+    if raw.get("global_batch") is not None or timed or None in (raw.get("tp"), raw.get("pp")):
+        return _need(raw, "global_batch")
+    filled.append("global_batch")
+    pipeline = _need(raw, "pp")
+    copies = max(1, num_devices // (_need(raw, "tp") * pipeline * _whole(raw, "cp", 1)))
+    return _whole(raw, "micro_batch", 1) * _whole(raw, "dp", copies) * pipeline
+
+
+def _model(raw: dict[str, Any], filled: list[str]) -> ModelSpec:
+    experts = _whole(raw, "num_experts", 0) or _whole(raw, "experts", 0)
+    chosen = next((_whole(raw, key, 0) for key in ("experts_per_token", "top_k", "topk") if raw.get(key)), 0)
     if experts and not chosen:
         raise Skip("no experts per token")
-    hidden, heads = int(_need(raw, "hidden")), int(_need(raw, "heads"))
-    arch = str(raw.get("arch", "gpt"))
-    llama = any(name in arch for name in ("llama", "qwen", "mistral", "mixtral", "moe", "swiglu"))
+    if chosen > max(1, experts):
+        raise Skip("more experts per token than experts")
+    hidden, heads = _need(raw, "hidden"), _need(raw, "heads")
+    if hidden < heads:
+        raise Skip("more heads than hidden")
+    arch = str(raw.get("arch") or "gpt").lower()
+    llama = any(name in arch for name in LLAMA)
     plain = "no bias" in arch
-    vocab = int(raw.get("vocab") or 51200)
+    if not raw.get("vocab"):
+        filled.append("vocab")
+    own = bool(raw["tied_embeddings"]) if raw.get("tied_embeddings") is not None else not llama
     return ModelSpec(
-        name=str(raw.get("model", "published")),
-        num_layers=int(_need(raw, "layers")),
+        name=str(raw.get("model") or "published"),
+        num_layers=_need(raw, "layers"),
         hidden=hidden,
         num_heads=heads,
-        num_kv_heads=int(raw.get("kv_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        ffn=int((experts and raw.get("expert_ffn")) or raw.get("ffn") or 4 * hidden),
+        num_kv_heads=_whole(raw, "kv_heads", heads),
+        head_dim=_whole(raw, "head_dim", hidden // heads),
+        ffn=(_whole(raw, "expert_ffn", 0) if experts else 0) or _ffn(raw, hidden, llama, filled),
         num_experts=experts,
-        experts_per_token=int(chosen or 0) if experts else 0,
-        vocab=vocab,
-        max_seq_len=int(_need(raw, "seq_len")),
+        experts_per_token=chosen if experts else 0,
+        vocab=_whole(raw, "vocab", 51200),
+        max_seq_len=_need(raw, "seq_len"),
         norm="rmsnorm" if llama else "layernorm",
         activation="swiglu" if llama else "gelu_tanh",
         positions="rope" if llama or plain else "learned",
-        tied=bool(raw.get("tied_embeddings", not llama)) or (raw.get("source_id"), raw.get("model")) in TIED,
+        tied=own or (str(raw.get("source_id")), str(raw.get("model"))) in TIED,
         qkv_bias=not (llama or plain),
         bias=not (llama or plain),
         dropout=0.0 if llama or plain else 0.1,
@@ -185,61 +228,59 @@ def _model(raw: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _precision(text: Any) -> str:
-    text = str(text or "bf16").lower()
-    return next((name for name in ("fp8", "bf16", "fp16", "fp32") if name in text), "bf16")
+LLAMA = ("llama", "qwen", "mistral", "mixtral", "moe", "swiglu", "deepseek", "olmo", "gemma", "yi-", "internlm")
 
 
-def _cluster(raw: dict[str, Any], source: str, num_devices: int) -> ClusterSpec:
-    gpu = str(_need(raw, "gpu"))
-    if gpu.startswith("mixed"):
-        raise Skip("mixed devices")
-    name = next((name for key, name in GPUS if key in gpu.replace(" ", "-")), None)
-    if name is None:
-        raise Skip(f"no figures for device {gpu}")
-    per_node = int(raw.get("gpus_per_node") or 8)
-    if "GB200" in gpu or "GB300" in gpu:
-        per_node = 72  # one NVLink domain: all that a rank reaches without a network card
-    cluster = replace(_named(name), num_nodes=-(-num_devices // per_node), devices_per_node=per_node)
-    if "H100" in gpu and "96" in gpu:  # the 500 W version with HBM2e (pytorch/torchtitan, llama3_h100_202412)
-        slower = replace(cluster.device, memory_bytes=95 * GIB, memory_bytes_per_s=2.4e12)
-        cluster = replace(cluster, device=slower)
-    site = next((value for key, value in SITES.items() if source.startswith(key)), None)
-    printed = re.search(r"([\d.]+) *Gbps per node", str(raw.get("inter_bw") or ""))
-    if site:
-        rate, cards, efficiency, latency_s = site
-        inter = replace(cluster.inter_node, bytes_per_s=rate, efficiency=efficiency, latency_s=latency_s)
-        return replace(cluster, inter_node=inter, nics_per_node=cards)
-    if printed:
-        rate = float(printed.group(1)) * 1e9 / 8 / per_node
-        return replace(cluster, inter_node=replace(cluster.inter_node, bytes_per_s=rate))
-    return cluster
+def _ffn(raw: dict[str, Any], hidden: int, llama: bool, filled: list[str]) -> int:
+    """As printed, or as such models have it: 4 × hidden, two thirds of that where it is gated (arXiv 2002.05202)."""
+    if raw.get("ffn"):
+        return _whole(raw, "ffn", 0)
+    filled.append("ffn")
+    return -(-8 * hidden // 3 // 256) * 256 if llama else 4 * hidden
 
 
-@cache
-def _named(name: str) -> ClusterSpec:
-    return clusters.named(name)
+def _precision(text: Any, gpu: str, filled: list[str]) -> str:
+    """The precision of matrix products, or bf16, and fp16 on devices without it, where none is told."""
+    found = next((name for name in PRECISIONS if name in str(text or "").lower()), None)
+    if found:
+        return found
+    if text:
+        raise Skip(f"precision {text}")
+    filled.append("precision")
+    return "fp16" if any(name in gpu for name in ("V100", "T4")) else "bf16"
+
+
+def _legal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """Those layouts that the model can be cut into; raises Skip with the first reason where there is none. Published
+    tensor groups may leave a node."""
+    one = replace(cluster, num_nodes=1, devices_per_node=cluster.num_devices)
+    wrong = [problems(model, job, one, layout) for layout in layouts]
+    if layouts and all(wrong):
+        what = re.sub(r"[\d,.]+", "…", wrong[0][0].what)
+        raise Skip(f"no legal layout: {what}")
+    return tuple(layout for layout, reasons in zip(layouts, wrong, strict=True) if not reasons)
 
 
 def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: int) -> Iterator[Layout]:
-    tensor, pipeline = int(_need(raw, "tp")), int(_need(raw, "pp"))
-    context = int(raw.get("cp") or 1)
+    """All layouts that the row may mean: options that it does not print are open."""
+    sharded = _zero(raw) >= 2
+    tensor, pipeline = (_whole(raw, key, 1) if sharded else _need(raw, key) for key in ("tp", "pp"))
+    context = _whole(raw, "cp", 1)
     if model.num_heads % tensor:
         raise Skip("tensor does not divide heads")
-    data = int(raw.get("dp") or num_devices // (tensor * pipeline * context))
-    zero = _zero(raw)
-    per_rank = max(1, job.global_batch // data)
+    data = _whole(raw, "dp", num_devices // (tensor * pipeline * context))
     if tensor * pipeline * context * data != num_devices:
         raise Skip("axis sizes do not give the number of devices")
     if job.global_batch % data:
         raise Skip("data does not divide the global batch")
-    printed = raw.get("micro_batch")
-    micro_batches = [int(printed)] if printed else [b for b in (1, 2, 4, 8) if per_rank % b == 0]
-    chunks = [int(raw["vpp"])] if raw.get("vpp") else _chunks(model, pipeline)
-    recomputes = [raw["recompute"]] if raw.get("recompute") else ["none", "selective", "full"]
-    parallel = [bool(raw["sequence_parallel"])] if raw.get("sequence_parallel") is not None else [tensor > 1]
+    per_rank = job.global_batch // data
+    printed = _whole(raw, "micro_batch", 0)
+    micro_batches = [printed] if printed else [b for b in (1, 2, 4, 8) if per_rank % b == 0]
+    chunks = [_whole(raw, "vpp", 1)] if raw.get("vpp") else _chunks(model, pipeline)
+    recomputes = [_recompute(raw["recompute"])] if raw.get("recompute") is not None else RECOMPUTES
+    told = raw.get("sequence_parallel")
     for micro_batch in micro_batches:
-        if job.global_batch % (micro_batch * data):
+        if per_rank % micro_batch:
             raise Skip("micro-batch × data does not divide the global batch")
         for v in chunks:
             if pipeline * v > model.num_layers:
@@ -250,13 +291,24 @@ def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: i
                     context=context,
                     pipeline=pipeline,
                     data=data,
-                    virtual_stages=v,
+                    virtual_stages=v if pipeline > 1 else 1,
                     micro_batch=micro_batch,
-                    schedule="interleaved-1f1b" if v > 1 else "1f1b",
-                    zero=zero,
-                    sequence_parallel=parallel[0],
-                    recompute=next((kind for kind in ("selective", "full") if kind in str(recompute)), "none"),
+                    schedule="interleaved-1f1b" if v > 1 and pipeline > 1 else "1f1b",
+                    zero=_zero(raw),
+                    sequence_parallel=tensor > 1 if told is None else bool(told),
+                    recompute=recompute,  # type: ignore[arg-type]
                 )
+
+
+RECOMPUTES = ["none", "selective", "full"]
+
+
+def _recompute(printed: Any) -> str:
+    """The kind of recompute in words of any framework."""
+    text = str(printed).lower()
+    if text in ("true", "1") or any(name in text for name in ("block", "uniform", "every layer")):
+        return "full"
+    return next((kind for kind in ("selective", "full") if kind in text), "none")
 
 
 def _zero(raw: dict[str, Any]) -> int:
@@ -281,16 +333,23 @@ def _chunks(model: ModelSpec, pipeline: int) -> list[int]:
     return [1, *(v for v in range(2, model.num_layers // pipeline + 1) if model.num_layers % (pipeline * v) == 0)]
 
 
+TIMES = ("step_time_s", "tokens_per_s_per_gpu", "samples_per_s", "tflops_per_gpu")
+
+
 def _step_s(
     raw: dict[str, Any], measured: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: int
 ) -> float | None:
-    if measured.get("step_time_s"):
-        return float(measured["step_time_s"])
-    if measured.get("tokens_per_s_per_gpu"):
-        return job.tokens_per_step / (float(measured["tokens_per_s_per_gpu"]) * num_devices)
-    if measured.get("samples_per_s"):
-        return job.global_batch / float(measured["samples_per_s"])
-    if measured.get("tflops_per_gpu") and str(raw.get("flop_convention", "")).startswith("model"):
-        flops = model.flops_per_token(job.seq_len) * job.tokens_per_step
-        return flops / (float(measured["tflops_per_gpu"]) * 1e12 * num_devices)
-    return None
+    """Seconds of a step from the first of TIMES that was printed; None where nothing of the kind was."""
+    name = next((key for key in TIMES if measured.get(key)), None)
+    if name is None:
+        return None
+    value = _number(measured[name], name)
+    if name == "step_time_s":
+        return value
+    if name == "samples_per_s":
+        return job.global_batch / value
+    if name == "tokens_per_s_per_gpu":
+        return job.tokens_per_step / (value * num_devices)
+    if not str(raw.get("flop_convention") or "").startswith("model"):
+        return None
+    return model.flops_per_token(job.seq_len) * job.tokens_per_step / (value * 1e12 * num_devices)

@@ -1,0 +1,123 @@
+"""Rows of the published format as others may write them: parts left out, other machines and engines, nonsense."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_case import BENCHMARKS, ROW
+
+LLAMA = ROW | {
+    "model": "Llama-8B",
+    "arch": "llama",
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14336,
+    "vocab": 128256,
+    "tp": 2,
+    "pp": 2,
+    "dp": 2,
+    "vpp": 2,
+    "recompute": "none",
+    "precision": "bf16",
+    "measured": {"tokens_per_s_per_gpu": 5000.0},
+}
+MIXTURE = LLAMA | {"model": "Mixtral", "num_experts": 8, "top_k": 2, "tp": 4, "pp": 1, "zero": "1"}
+SHARDED = LLAMA | {"framework": "torchtitan", "tp": 1, "pp": 1, "dp": 8, "zero": "fsdp-full", "precision": "fp8"}
+MACHINES = (
+    *("V100-16G", "V100-32G", "T4-16G", "A100-SXM-40GB", "A100-PCIe-80GB", "A800", "H100-80G-SXM", "H100-PCIe-80GB"),
+    *("NVIDIA H100 80GB HBM3", "H800", "H200-SXM", "B200-SXM", "GB200", "AMD Instinct MI300X", "L40S", "RTX 4090"),
+    *("RTX3090", "Ascend-910B", "TPU v4", None),
+)
+ENGINES = (
+    *("Megatron-LM", "Megatron-Core r0.12", "NeMo 25.04", "nanotron", "torchtitan", "PyTorch FSDP", "DeepSpeed"),
+    *("DeepSpeed ZeRO-3", "llm-foundry/Composer FSDP", "Colossal-AI", "MaxText", None),
+)
+NONSENSE = (None, 0, -1, 3, 64, 1.5, 1e30, "x", "", "8", True, [], {}, "full", "none")
+
+
+def mutilated(draw: random.Random) -> dict[str, Any]:
+    """A row with some keys dropped, or given to another machine, or spoilt."""
+    row = json.loads(json.dumps(draw.choice([ROW, LLAMA, MIXTURE, SHARDED])))
+    row |= {"gpu": draw.choice(MACHINES), "framework": draw.choice(ENGINES)}
+    for _ in range(draw.choice([0, 1, 2, 4])):
+        key = draw.choice(sorted(row))
+        if draw.random() < 0.5:
+            row.pop(key)
+        else:
+            row[key] = draw.choice(NONSENSE)
+    return row
+
+
+def accuracy(path: Path, rows: list[Any]) -> dict[str, Any]:
+    path.write_text(json.dumps(rows))
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / "planner_accuracy.py"), str(path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    value: dict[str, Any] = json.loads(done.stdout, parse_constant=refuse)
+    return value
+
+
+def test_mutilated_rows_are_scored_or_counted(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    rows = [*(mutilated(draw) for _ in range(300)), "no row", 3, None]
+    result = accuracy(tmp_path / "rows.json", rows)
+    apart = sum(line["num_rows"] for line in result["not_scored"].values())
+    scored = result["overall"]["num_rows"] + apart + result["num_without_time"]
+    assert scored + sum(result["skipped"].values()) == len(rows)
+    assert scored > 100
+    assert {"engine generic for Colossal-AI", "engine generic for MaxText"} <= set(result["filled"])
+
+
+def test_every_machine_and_engine_has_figures(tmp_path: Path) -> None:
+    """Only precisions that a device does not have, and devices that nobody here knows, are refused."""
+    rows = [LLAMA | {"gpu": gpu, "framework": name, "precision": "fp16"} for gpu in MACHINES for name in ENGINES]
+    result = accuracy(tmp_path / "rows.json", rows)
+    assert result["skipped"] == {"no figures for device TPU v4": len(ENGINES), "no gpu": len(ENGINES)}
+
+
+def test_machines_are_told_apart(tmp_path: Path) -> None:
+    """The same layout of one source on two machines: two predictions, two groups."""
+    sweep = [LLAMA | {"micro_batch": b, "gpu": gpu} for b in (1, 2, 4) for gpu in ("A100-80G-SXM", "H100-80G-SXM")]
+    result = accuracy(tmp_path / "rows.json", sweep)
+    assert result["ranking"] == {}
+    assert result["overall"]["num_rows"] == len(sweep)
+
+
+def test_memory_and_nodes_are_read_from_the_row(tmp_path: Path) -> None:
+    """A layout that runs in 32 GB and not in 16; four devices to a node make a tensor group of eight slow."""
+    small = ROW | {"gpu": "V100-16G", "ok": False, "measured": {}, "recompute": "none", "micro_batch": 2, "tp": 1}
+    small |= {"dp": 8}
+    large = small | {"gpu": "V100-32G", "ok": True}
+    result = accuracy(tmp_path / "rows.json", [small, large])
+    assert (result["did_not_fit"]["caught"], result["did_not_fit"]["false_alarms"]) == (1.0, 0.0)
+    wide = ROW | {"tp": 8, "dp": 1}
+    bias = [
+        accuracy(tmp_path / "rows.json", [wide | {"gpus_per_node": number}])["overall"]["bias"] for number in (8, 4)
+    ]
+    assert bias[1] > bias[0] + 0.05
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    for text in ("{", "3", '{"other": []}'):
+        path.write_text(text)
+        command = [sys.executable, str(BENCHMARKS / "planner_accuracy.py"), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and str(path) in done.stderr
+
+
+@pytest.mark.parametrize("rows", [[], [ROW | {"gpu": "Abacus-1"}]])
+def test_nothing_to_score_is_said(tmp_path: Path, rows: list[Any]) -> None:
+    assert accuracy(tmp_path / "rows.json", rows)["overall"] == {"num_rows": 0}
