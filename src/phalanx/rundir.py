@@ -11,6 +11,7 @@ outcomes/rank-00003.json     what it says itself about its end (see watch.outcom
 endings.json                 how the node's agent saw each rank end
 checkpoints/step-000100/     see checkpoint.store
 records/rank-00003.npz       what it did in the first steps (see watch.records)
+request.json                 what processes that generate text were asked for
 failure.json, failure.txt    why the run failed, if it did
 """
 
@@ -158,6 +159,11 @@ class RunDir:
     def endings(self) -> Path:
         """How the agent saw each rank end."""
         return self.path / "endings.json"
+
+    @property
+    def request(self) -> Path:
+        """What processes that generate text were asked for."""
+        return self.path / "request.json"
 
     @property
     def failure_json(self) -> Path:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from families import FAMILIES, family
+from helpers import run_worlds
 from simulated import engines, pieces_of
 from tiny import tiny_model, tiny_plan
 
@@ -19,8 +21,11 @@ from phalanx.errors import InputError
 from phalanx.plan.layout import Layout
 from phalanx.spec.job import DataSpec
 from phalanx.trainer.generate import Generator, greedy, sampler
+from phalanx.trainer.recorder import Recorder
+from phalanx.trainer.world import World
 
 PROMPT = [7, 77, 177, 42, 5]
+CPU = torch.device("cpu")
 
 
 def clear_continuation(model) -> tuple[list[int], list[int]]:
@@ -66,12 +71,39 @@ def test_generation_ends_where_the_text_or_the_model_does(tmp_path):
             list(generator.generate(prompt, 3, greedy))
 
 
+def continued(world: World, folder: Path) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Logits of a prompt read at once and then token by token, greedy tokens, and drawn ones."""
+    generator = Generator(open_weights(folder), world.layout, world.coord, world.comm)
+    tokens = torch.arange(30) * 37 % 250
+    generator.clear(30)
+    rows = torch.cat([generator.forward(tokens[:28]), *(generator.forward(tokens[i : i + 1]) for i in (28, 29))])
+    drawn = generator.generate(PROMPT, 20, sampler(1.0, 0, 0.9, 7))
+    return generator.logits(rows), list(generator.generate(PROMPT, 20, greedy)), list(drawn)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama 3.1", Layout(tensor=4)),  # kv heads are copied
+        ("llama tied", Layout(pipeline=3)),  # uneven; the last stage has a copy of the embedding
+        ("gpt2", Layout(tensor=2, pipeline=2)),
+    ],
+)
+def test_any_layout_generates_what_one_process_does(name, layout, tmp_path):
+    family(name).save_pretrained(tmp_path)
+    weights = open_weights(tmp_path)
+    alone = continued(World(rank=0, layout=Layout(), device=CPU, recorder=Recorder(), comms={}), tmp_path)
+    for logits, greedy_tokens, drawn in run_worlds(layout, continued, tmp_path, model=weights.model):
+        assert torch.allclose(logits, alone[0], rtol=0, atol=1e-5)
+        assert (greedy_tokens, drawn) == alone[1:]
+
+
 def test_draws_follow_the_probabilities():
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = probabilities.log() + 3
 
-    def frequencies(temperature: float, top_k: int) -> torch.Tensor:
-        choose = sampler(temperature, top_k, 1)
+    def frequencies(temperature: float, top_k: int, top_p: float = 1.0) -> torch.Tensor:
+        choose = sampler(temperature, top_k, top_p, 1)
         return torch.bincount(torch.tensor([choose(logits) for _ in range(2000)]), minlength=4) / 2000
 
     assert torch.allclose(frequencies(1.0, 0), probabilities, atol=0.04)
@@ -79,7 +111,9 @@ def test_draws_follow_the_probabilities():
     assert torch.allclose(frequencies(0.5, 0), sharper / sharper.sum(), atol=0.04)
     two = torch.tensor([0.625, 0.375, 0.0, 0.0])
     assert torch.allclose(frequencies(1.0, 2), two, atol=0.04)
-    first, same, other = (sampler(1.0, 0, seed) for seed in (1, 1, 2))
+    assert torch.allclose(frequencies(1.0, 0, 0.75), two, atol=0.04)  # 0.5 is too little, 0.8 enough
+    assert torch.allclose(frequencies(1.0, 2, 0.6), torch.tensor([1.0, 0.0, 0.0, 0.0]))  # of two, the first has 0.625
+    first, same, other = (sampler(1.0, 0, 1.0, seed) for seed in (1, 1, 2))
     draws = [[choose(logits) for _ in range(50)] for choose in (first, same, other)]
     assert draws[0] == draws[1] != draws[2]
 
@@ -101,7 +135,7 @@ def run_folder(tmp_path):
     return tmp_path / "run"
 
 
-def test_from_the_command_line(run_folder, capsys):
+def test_from_the_command_line(run_folder, capfd):
     out = run_folder.parent / "out"
     assert main(["checkpoint", "export", str(run_folder), "-o", str(out)]) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -112,25 +146,32 @@ def test_from_the_command_line(run_folder, capsys):
     expected = tokenizer.decode(theirs, skip_special_tokens=True) + "\n"
     back = run_folder.parent / "back"
     assert main(["checkpoint", "import", str(out), "-o", str(back)]) == 0
-    capsys.readouterr()
+    capfd.readouterr()
     for path in (run_folder, run_folder / "checkpoints" / "step-000020", out, back):
         assert main(["generate", str(path), "def main", "--max-tokens", "20"]) == 0
-        assert capsys.readouterr().out == expected
+        assert capfd.readouterr().out == expected
+    assert main(["generate", str(out), "def main", "--max-tokens", "20", "--tensor", "2"]) == 0
+    assert capfd.readouterr().out == expected
     drawn = ["generate", str(out), "", "--temperature", "2", "--top-k", "50", "--seed", "3"]
     texts = []
     for _ in range(2):
         assert main(drawn) == 0
-        texts.append(capsys.readouterr().out)
+        texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] != expected
 
 
 def test_wrong_input(run_folder, capsys, tmp_path):
     path = str(run_folder)
     for wrong, said in (
-        (["--max-tokens", "0"], "--max-tokens: 0 tokens"),
+        (["--max-tokens", "0"], "--max-tokens: 0"),
         (["--temperature", "-1"], "--temperature: -1"),
         (["--temperature", "nan"], "--temperature: nan"),
         (["--top-k", "5"], "at temperature 0"),
+        (["--top-p", "0.5"], "--top-p: 0.5"),
+        (["--top-p", "0", "--temperature", "1"], "--top-p: 0"),
+        (["--tensor", "0"], "--tensor: 0"),
+        (["--tensor", "3"], "--tensor: tensor 3 does not divide 4 query heads"),
+        (["--pipeline", "5"], "--pipeline"),
         (["--tokenizer", path], "is not a tokenizer"),
         (["--seed", str(2**63)], "--seed: 9223372036854775808"),
     ):

@@ -1,10 +1,10 @@
 """Continue a text: `phalanx generate runs/demo-… "def main("`. Takes the newest checkpoint of a run folder, one
-checkpoint, or a Hugging Face folder; one process computes, in fp32."""
+checkpoint, or a Hugging Face folder, of any layout. One process computes, in fp32; more share a model that is too large
+for one."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from phalanx.errors import InputError
@@ -23,10 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="0 takes the likeliest token (0); 1 draws as trained",
     )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (0: all)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest tokens that together have probability P (1: all)",
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws (1)")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, where it is not found by itself"
     )
+    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="processes that share each layer (1)")
+    parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="groups of layers in a row (1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     from phalanx.checkpoint.hf_settings import TOKENIZER, end_tokens, tokenizer_folder
     from phalanx.checkpoint.weights import open_weights
-    from phalanx.data.detokenize import Detokenizer
     from phalanx.data.tokenizer import load_tokenizer
-    from phalanx.trainer.generate import Generator, greedy, sampler
+    from phalanx.studies.generate import generate
+    from phalanx.trainer.text import Request, say
 
     weights = open_weights(arguments.checkpoint)
     folder = tokenizer_folder(weights.folders)
@@ -44,34 +53,39 @@ def run(arguments: argparse.Namespace) -> int:
     if path is None:
         looked = ", ".join(str(folder) for folder in weights.folders)
         raise InputError("there is no tokenizer.json", where=looked, instead="--tokenizer FILE")
-    tokenizer, ends = load_tokenizer(path), end_tokens(weights.folders)
-    prompt = tokenizer.encode(arguments.prompt).ids or ends[:1]  # nothing is said yet: as at the start of a document
-    generator = Generator(weights)
-    choose = sampler(arguments.temperature, arguments.top_k, arguments.seed) if arguments.temperature else greedy
-    text = Detokenizer(tokenizer, prompt)
-    _say(arguments.prompt)
-    for token in generator.generate(prompt, arguments.max_tokens, choose, ends):
-        _say(text.add(token))
-    _say(text.end() + "\n")
+    ends = tuple(end_tokens(weights.folders))
+    ids = load_tokenizer(path).encode(arguments.prompt).ids
+    request = Request(
+        path=str(weights.path.absolute()),
+        tokenizer=str(path.absolute()),
+        prompt=tuple(ids or ends[:1]),  # nothing is said yet: as at the start of a document
+        ends=ends,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    generate(request, weights, arguments.tensor, arguments.pipeline, lambda: say(arguments.prompt))
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.max_tokens < 1:
-        raise InputError(f"{arguments.max_tokens} tokens", where="--max-tokens", instead="1 or more")
+    for option in ("max_tokens", "tensor", "pipeline"):
+        if getattr(arguments, option) < 1:
+            where = f"--{option.replace('_', '-')}"
+            raise InputError(f"{getattr(arguments, option)}", where=where, instead="1 or more")
     if not 0 <= arguments.temperature < float("inf"):
         raise InputError(f"{arguments.temperature:g}", where="--temperature", instead="0 or more")
     if arguments.top_k < 0 or (arguments.top_k and not arguments.temperature):
         instead = "a positive number, with --temperature: at temperature 0 the likeliest token is taken"
         raise InputError(f"{arguments.top_k}", where="--top-k", instead=instead)
+    if not 0 < arguments.top_p <= 1 or (arguments.top_p < 1 and not arguments.temperature):
+        instead = "above 0 and at most 1, with --temperature: at temperature 0 the likeliest token is taken"
+        raise InputError(f"{arguments.top_p:g}", where="--top-p", instead=instead)
     if not 0 <= arguments.seed < 2**63:
         raise InputError(f"{arguments.seed}", where="--seed", instead="0 or more, below 2^63")
     try:
         arguments.prompt.encode()
     except UnicodeEncodeError as error:  # bytes that Python carries along, though they are no text
         raise InputError(f"is not UTF-8 text: {error.object[error.start : error.end]!a}", where="PROMPT") from None
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""Generate: one process continues a sequence of tokens, with the layers of training and a cache of keys and values.
+"""Generate: continue a sequence of tokens, with the layers of training and a cache of keys and values.
 
 Each layer's attention is replaced by one that remembers: the first forward reads the prompt, each later one a single
-token. Compute is in fp32.
+token. Compute is in fp32. A model may be cut over a tensor and a pipeline axis; all ranks then make the same calls, get
+the same logits, and choose the same tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from phalanx.checkpoint.weights import Weights
 from phalanx.errors import InputError
-from phalanx.plan.comm import Group
+from phalanx.plan.comm import Comm, Group
 from phalanx.plan.layout import Coord, Layout
-from phalanx.plan.shards import Buffer, Parameter, Rectangle, rank_buffers
+from phalanx.plan.shards import Buffer, Parameter, Rectangle, padded_vocab, rank_buffers
+from phalanx.spec.model import ModelSpec
 from phalanx.trainer import kernels
 from phalanx.trainer.attention import Attention, rotation_table
 from phalanx.trainer.comm import SoloComm
@@ -68,25 +70,40 @@ class CachedAttention:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=count > 1, enable_gqa=shared)
 
 
-class Generator:
-    """A model ready to continue sequences, on one process."""
+def alone(name: str) -> Comm:
+    """The Comm of any group of one process."""
+    return SoloComm(Group(name=name, ranks=(0,)))
 
-    def __init__(self, weights: Weights, device: torch.device | None = None) -> None:
-        """Reads all weights. Raises DamagedCheckpointError."""
+
+class Generator:
+    """A model ready to continue sequences: all of it, or what the rank at `coord` of `layout` holds."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        layout: Layout = Layout(),  # noqa: B008 (immutable)
+        coord: Coord = Coord(),  # noqa: B008 (immutable)
+        comm: Callable[[str], Comm] = alone,
+        device: torch.device | None = None,
+    ) -> None:
+        """Reads this rank's weights; `comm(name)` gives its Comm of a group. Raises DamagedCheckpointError."""
         self.device = device or torch.device("cpu")
-        self.model = replace(weights.model, dropout=0.0, attention_dropout=0.0)
-        buffers = [self._filled(layout, weights) for layout in rank_buffers(self.model, Layout(), Coord(), 1)]
-        self._embedding, *layers, head = buffers
-        parallel = TensorParallel(SoloComm(Group(name="tensor", ranks=(0,))))
-        rotation = rotation_table(self.model, self.model.max_seq_len, torch.float32, self.device)
+        self.model = model = replace(weights.model, dropout=0.0, attention_dropout=0.0)
+        self._parallel, self._pipeline = TensorParallel(comm("tensor")), comm("pipeline")
+        held = rank_buffers(model, layout, coord, model.max_seq_len)
+        buffers = {buffer.name: self._filled(buffer, weights) for buffer in held}
+        self._embedding, head = buffers.pop("embedding", None), buffers.pop("head", None)
+        rotation = rotation_table(model, model.max_seq_len, torch.float32, self.device)
         self._layers = [
-            Layer(buffer, i, self.model, parallel, rotation, recomputes=False) for i, buffer in enumerate(layers)
+            Layer(buffer, i, model, self._parallel, rotation, recomputes=False)
+            for i, buffer in enumerate(buffers.values())
         ]
         for layer in self._layers:
             layer.attention = CachedAttention(layer.attention)
-        self._norm = Norm(head, "norm", self.model)
-        matrix = self._embedding.weights["tokens"] if self.model.tied else head.weights["head"]
-        self._head = matrix.value[: self.model.vocab]
+        self._norm = Norm(head, "norm", model) if head else None
+        if head:
+            own = head.weights.get("head")
+            self._head = (own or self._embedding.weights["tokens"]).value
 
     def _filled(self, layout: Buffer, weights: Weights) -> FlatBuffer:
         buffer = FlatBuffer(layout, torch.float32, self.device)
@@ -110,7 +127,7 @@ class Generator:
 
         Raises InputError for a prompt that is empty, too long, or has an id outside the vocabulary.
         """
-        self._check(prompt)
+        check_prompt(prompt, self.model)
         num_tokens = min(num_tokens, self.model.max_seq_len - len(prompt))
         self.clear(len(prompt) + num_tokens)
         new = list(prompt)
@@ -132,30 +149,45 @@ class Generator:
         """The next tokens [positions] (int64), after all since `clear` → activations [positions, hidden]."""
         places = torch.arange(self._length, self._length + len(tokens), device=self.device)
         self._length += len(tokens)
-        weights = self._embedding.weights
-        activations = weights["tokens"].value[tokens]
-        if "positions" in weights:
-            activations = activations + weights["positions"].value[places]
         sequence = tokens.unsqueeze(0)
         batch = MicroBatch(tokens=sequence, labels=sequence, sequences=places[:1], num_supervised=1)
-        for layer in self._layers:
-            activations = layer(activations, batch)
+        activations = self._embed(tokens, places)
+        for stage in range(self._pipeline.size):
+            if stage == self._pipeline.index:
+                for layer in self._layers:
+                    activations = layer(activations, batch)
+            self._pipeline.broadcast(activations, root=stage, purpose="activations")
         return activations
+
+    def _embed(self, tokens: Tensor, places: Tensor) -> Tensor:
+        if self._embedding is None:  # what comes from the stages before takes this place
+            return torch.empty(len(tokens), self.model.hidden, device=self.device)
+        table, positions = self._embedding.weights["tokens"], self._embedding.weights.get("positions")
+        first_row = self._parallel.comm.index * table.value.shape[0]
+        embedded = self._parallel.embed(tokens, table, first_row, torch.zeros((), device=self.device))
+        return embedded if positions is None else embedded + positions.value[places]
 
     @torch.inference_mode()
     def logits(self, activations: Tensor) -> Tensor:
         """What `forward` returned, or some of its rows → logits [.., vocab]."""
-        return self._norm(activations) @ self._head.t()
+        rows, comm = activations.view(-1, self.model.hidden), self._parallel.comm
+        columns = rows.new_empty(padded_vocab(self.model, comm.size), len(rows))
+        if self._norm:
+            comm.all_gather(self._head @ self._norm(rows).t(), out=columns, purpose="logits")
+        self._pipeline.broadcast(columns, root=self._pipeline.size - 1, purpose="logits")
+        return columns[: self.model.vocab].t().reshape(*activations.shape[:-1], -1)
 
-    def _check(self, prompt: Sequence[int]) -> None:
-        longest, vocab = self.model.max_seq_len, self.model.vocab
-        if not 0 < len(prompt) < longest:
-            what = f"a prompt of {len(prompt)} tokens; the model holds {longest} with what it adds"
-            raise InputError(what, where="prompt", instead=f"1 to {longest - 1} tokens")
-        wrong = [token for token in prompt if not 0 <= token < vocab]
-        if wrong:
-            what = f"the tokenizer gave id {wrong[0]}; the model's vocabulary is {vocab:,} ids"
-            raise InputError(what, where="prompt", instead="the tokenizer that the model was trained with")
+
+def check_prompt(prompt: Sequence[int], model: ModelSpec) -> None:
+    """Raises InputError for a prompt that is empty, too long for the model, or has an id outside its vocabulary."""
+    longest, vocab = model.max_seq_len, model.vocab
+    if not 0 < len(prompt) < longest:
+        what = f"a prompt of {len(prompt)} tokens; the model holds {longest} with what it adds"
+        raise InputError(what, where="prompt", instead=f"1 to {longest - 1} tokens")
+    wrong = [token for token in prompt if not 0 <= token < vocab]
+    if wrong:
+        what = f"the tokenizer gave id {wrong[0]}; the model's vocabulary is {vocab:,} ids"
+        raise InputError(what, where="prompt", instead="the tokenizer that the model was trained with")
 
 
 def greedy(logits: Tensor) -> int:
@@ -163,13 +195,16 @@ def greedy(logits: Tensor) -> int:
     return int(logits.argmax())
 
 
-def sampler(temperature: float, top_k: int, seed: int) -> Choose:
-    """Draws a token by its probability after dividing logits by `temperature`, from the `top_k` likeliest (0: all)."""
+def sampler(temperature: float, top_k: int, top_p: float, seed: int) -> Choose:
+    """Draws a token by its probability after dividing logits by `temperature`: from the `top_k` likeliest (0: all), and
+    of these from the fewest that together have the probability `top_p` (Holtzman et al. 2020; 1: all)."""
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
         values, tokens = logits.cpu().double().topk(min(top_k or len(logits), len(logits)))
-        drawn = torch.multinomial(torch.softmax(values / temperature, 0), 1, generator=generator)
+        probabilities = torch.softmax(values / temperature, 0)
+        likelier = probabilities.cumsum(0) - probabilities
+        drawn = torch.multinomial(probabilities * (likelier < top_p), 1, generator=generator)
         return int(tokens[drawn])
 
     return choose
