@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.plan import Plan
+from phalanx.planner.machinery import NEAR
 from phalanx.units import format_bytes, format_seconds
 
 HUGE = 100e9
@@ -15,8 +16,8 @@ HUGE = 100e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanned:
-    """The best layout with one tensor size, or why there is none; `slower` than the winner by this share, and `because`
-    of this."""
+    """The best layout with one tensor size, or why there is none; `slower` than the winner by this share (below 0 where
+    the winner needs less machinery for about the same time), and `because` of this."""
 
     tensor: int
     plan: Plan | None
@@ -50,15 +51,18 @@ NAMES = {
 }
 
 
-def reasons(plans: Sequence[Plan], scan: Sequence[Scanned], tie: float, *, given: bool) -> tuple[str, ...]:
-    """Why the first plan won: what shape of problem this is, what its time goes to, what comes closest. `given`: the
-    axes were not chosen."""
+def reasons(
+    plans: Sequence[Plan], fastest: Plan, scan: Sequence[Scanned], tie: float, *, given: bool
+) -> tuple[str, ...]:
+    """Why the first plan won: what shape of problem this is, what its time goes to, what comes closest; why it goes
+    before the `fastest`, if that is another. `given`: the axes were not chosen."""
     winner = plans[0]
     assert winner.prediction is not None
     words = ["[layout] gives the axes; the rest is chosen" if given else _shape(winner), _time(winner)]
+    words += _simpler(winner, fastest)
     for entry in scan:
         if entry.plan is not None and entry.tensor != winner.layout.tensor:
-            words.append(f"tensor {entry.tensor} loses {entry.slower:.1%}: {entry.because}")
+            words.append(_compared(entry))
         elif entry.plan is None:
             words.append(f"tensor {entry.tensor} is out: {entry.because}")
     close = [plan for plan in plans[1:] if step_s(plan) <= step_s(winner) * (1 + tie)]
@@ -68,6 +72,23 @@ def reasons(plans: Sequence[Plan], scan: Sequence[Scanned], tie: float, *, given
             "they cannot be told apart; try them"
         )
     return tuple(words)
+
+
+def _compared(entry: Scanned) -> str:
+    if entry.plan is not None and entry.slower < 0:
+        return f"tensor {entry.tensor} gains {-entry.slower:.1%} at most, with more machinery: {entry.plan.layout}"
+    return f"tensor {entry.tensor} loses {entry.slower:.1%}: {entry.because}"
+
+
+def _simpler(first: Plan, fastest: Plan) -> list[str]:
+    """Why `first` goes before the `fastest`, if that is any faster."""
+    gain = step_s(first) / step_s(fastest) - 1.0
+    if gain < 0.0005:
+        return []
+    return [
+        f"it needs the least machinery of all within {NEAR:.0%} of the fastest, which gains {gain:.1%}: "
+        f"{fastest.layout}"
+    ]
 
 
 def _shape(plan: Plan) -> str:

@@ -11,12 +11,13 @@ import pytest
 from planner_cases import CLUSTER, DEVICE, GPT, JOB, LLAMA
 
 from phalanx.errors import LayoutError, SpecError
-from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.layout import Coord, Layout, Recompute
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.engine import profiles
 from phalanx.planner.explain import explain, priced
+from phalanx.planner.machinery import NEAR
 from phalanx.planner.page import page
 from phalanx.planner.search import glance, predict, search
 from phalanx.planner.summary import as_json, summary
@@ -34,7 +35,7 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
     sizes = [s for s in itertools.product(axis, repeat=3) if math.prod(s) == cluster.num_devices]
     micro_batches = [b for b in range(1, job.global_batch + 1) if job.global_batch % b == 0]
     cuts = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 2))
-    repeats = (("none", 1), ("selective", 1), ("full", 1), ("full", 2))
+    repeats: tuple[tuple[Recompute, int], ...] = (("none", 1), ("selective", 1), ("full", 1), ("full", 2))
     flags = itertools.product(cuts, (False, True), repeats)
     plans = []
     for (tensor, pipeline, data), micro_batch, name, chunks, (
@@ -76,8 +77,38 @@ def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int) -> None:
     found = search(model, job, cluster, top=5)
     tried = brute_force(model, job, cluster)
     assert found.num_fitting == len(tried)
-    best = sorted(step_s(plan) for plan in tried)[:5]
-    assert [step_s(plan) for plan in found.plans] == pytest.approx(best, rel=1e-9)
+    best = sorted(step_s(plan) for plan in tried)
+    near = [plan for plan in tried if step_s(plan) <= (1 + NEAR) * best[0]]
+    least = min(num_mechanisms(plan.layout) for plan in near)
+    first = min(step_s(plan) for plan in near if num_mechanisms(plan.layout) == least)
+    assert step_s(found.plans[0]) == pytest.approx(first, rel=1e-9)
+    assert num_mechanisms(found.plans[0].layout) == least
+    best.remove(min(best, key=lambda seconds: abs(seconds - first)))
+    assert [step_s(plan) for plan in found.plans[1:]] == pytest.approx(best[:4], rel=1e-9)
+    for entry in found.scan:
+        fastest = min(step_s(plan) for plan in tried if plan.layout.tensor == entry.tensor)
+        if entry.plan is not None and entry.tensor != found.plans[0].layout.tensor:
+            assert step_s(entry.plan) == pytest.approx(fastest, rel=1e-9)
+
+
+def num_mechanisms(layout: Layout) -> int:
+    """As `planner.machinery` counts them, one by one."""
+    axes = [layout.tensor, layout.context, layout.pipeline]
+    cuts = [layout.zero >= 2, layout.zero_group > 0, layout.recompute != "none", layout.recompute_every > 1]
+    unusual = layout.pipeline > 1 and layout.schedule not in ("1f1b", "gpipe")
+    return sum(size > 1 for size in axes) + sum(cuts) + unusual
+
+
+def test_among_near_ties_the_simplest_goes_first_and_is_said_to() -> None:
+    two = replace(CLUSTER, num_nodes=1, devices_per_node=2)
+    found = search(GPT, JOB, two, top=3)
+    fastest = min(map(step_s, found.plans))
+    assert step_s(found.plans[0]) <= (1 + NEAR) * fastest
+    assert all(num_mechanisms(found.plans[0].layout) <= num_mechanisms(plan.layout) for plan in found.plans)
+    alone = search(GPT, JOB, two, top=1)
+    assert [plan.layout for plan in alone.plans] == [found.plans[0].layout]
+    found = search(LLAMA, JOB, SMALL, top=5)  # zb-h1 is faster by a percent
+    assert step_s(found.plans[0]) > min(map(step_s, found.plans)) and "least machinery" in " ".join(found.reasons)
 
 
 def step_s(plan: Plan) -> float:
@@ -90,7 +121,7 @@ def test_a_glance_finds_the_best_of_plain_1f1b() -> None:
     assert glanced is not None and glanced.prediction is not None
     plain = search(GPT, JOB, SMALL, {"schedule": "1f1b", "zero_group": 0}).plans
     best = min(step_s(plan) for plan in plain if plan.layout.recompute_every == 1)
-    assert step_s(glanced) == pytest.approx(best)
+    assert best <= step_s(glanced) * (1 + 1e-9) <= best * (1 + NEAR)
     assert glance(GPT, JOB, replace(SMALL, device=replace(DEVICE, memory_bytes=2**20)), {}) is None
 
 
@@ -182,8 +213,8 @@ def test_page_stands_alone() -> None:
 def test_scan_and_front() -> None:
     found = search(LLAMA, JOB, SMALL)
     assert {entry.tensor for entry in found.scan} >= {1, 2, 4}
-    assert min(entry.slower for entry in found.scan) == 0.0
-    assert found.front[0] == found.plans[0]
+    assert -NEAR <= min(entry.slower for entry in found.scan) <= 0.0
+    assert step_s(found.front[0]) == min(map(step_s, found.plans))
     times = [step_s(plan) for plan in found.front]
     sizes = [summary(plan).memory_bytes for plan in found.front]
     assert times == sorted(times) and sizes == sorted(sizes, reverse=True)

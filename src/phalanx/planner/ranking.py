@@ -1,0 +1,217 @@
+"""Ranking: many legal layouts with their memory and time, and the questions that a search asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.planner import advice, describe, memory, timeline
+from phalanx.planner.advice import Scanned
+from phalanx.planner.candidates import Array, Candidates, of
+from phalanx.planner.engine import Engine
+from phalanx.planner.estimate import Group, footprints, price
+from phalanx.planner.machinery import NEAR, machinery
+from phalanx.planner.shift import fitting
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.job import JobSpec
+from phalanx.spec.model import ModelSpec
+
+NEAREST = 2000
+"""Of layouts that do not fit, as many are looked at more closely for the smallest."""
+
+MOST_SHIFTED = 8
+"""Layouts that are tried with layers moved between stages, where none fits otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Why `count` layouts are out: the reason, one of them with its numbers, and the least change that helps."""
+
+    reason: str
+    count: int
+    example: Layout
+    detail: str
+    instead: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is searched for: the three specs, the engine that shall run it, and the layout keys that stay."""
+
+    model: ModelSpec
+    job: JobSpec
+    cluster: ClusterSpec
+    runner: Engine
+    given: Mapping[str, Any]
+
+
+class Ranking:
+    """Legal layouts and their cost: `peak` bytes of the fullest rank (at least, where model states alone are too much),
+    whether that `fits`, and, for those that do, `step_s` by the bound."""
+
+    def __init__(self, task: Task, layouts: Candidates, *, only_fitting: bool = True) -> None:
+        self.task, self.layouts, self.groups = task, layouts, list[Group]()
+        self.group_of = np.zeros(len(layouts), dtype=int)
+        self.index_of = np.zeros(len(layouts), dtype=int)
+        self.peak = memory.least(task.model, task.runner, task.job.precision, layouts)
+        self.replayed: dict[int, float] = {}
+        self.exact = np.zeros(len(layouts), dtype=bool)
+        self.step_s = np.full(len(layouts), np.inf)
+        limit = task.cluster.device.memory_bytes if only_fitting else np.inf
+        specs = (task.model, task.job, task.cluster, task.runner)
+        possible = np.flatnonzero(self.peak <= limit)
+        for footprint in footprints(*specs, layouts.take(possible)):
+            footprint = replace(footprint, rows=possible[footprint.rows])
+            self.peak[footprint.rows] = footprint.memory_bytes.max(1)
+            self.exact[footprint.rows] = True
+            keep = self.peak[footprint.rows] <= limit
+            if keep.any():
+                self._add(price(*specs, footprint.take(keep)))
+        self.fits: Array = self.peak <= task.cluster.device.memory_bytes
+
+    def _add(self, group: Group) -> None:
+        self.group_of[group.rows] = len(self.groups)
+        self.index_of[group.rows] = np.arange(len(group.rows))
+        self.step_s[group.rows] = group.step_s
+        self.groups.append(group)
+
+    def place(self, row: int) -> tuple[Group, int]:
+        """Which group holds candidate `row`, which must have been priced, and where in it."""
+        return self.groups[self.group_of[row]], int(self.index_of[row])
+
+    def bound_s(self, row: int) -> float:
+        """The bound on the pipeline's time of candidate `row`."""
+        group, index = self.place(row)
+        return float(group.pipeline_s[index])
+
+    def replayed_s(self, row: int) -> float:
+        """Seconds of the pipeline from the layout's own schedule."""
+        if row not in self.replayed:
+            layout, (group, index) = self.layouts.layout(row), self.place(row)
+            shape = (layout.pipeline, layout.virtual_stages, layout.num_micro_batches(self.task.job.global_batch))
+            one = layout.pipeline == 1
+            alone = self.bound_s(row) if one else timeline.replay_s(layout.schedule, group.times, index, *shape)
+            self.replayed[row] = alone
+        return self.replayed[row]
+
+    def replayed_step_s(self, row: int) -> float:
+        """Seconds of a step, the pipeline replayed; rounded to what may differ by the order of sums."""
+        group, index = self.place(row)
+        return round(self.task.runner.factor * (self.replayed_s(row) + float(group.tail_s[index])), 9)
+
+    def plan(self, row: int, pipeline_s: float | None = None) -> Plan:
+        """Candidate `row` with its Prediction; replayed unless its pipeline's seconds are given."""
+        task, (group, index) = self.task, self.place(row)
+        seconds = self.replayed_s(row) if pipeline_s is None else pipeline_s
+        prediction = describe.prediction(task.job, task.runner, group, index, seconds)
+        layout = self.layouts.layout(row)
+        return Plan(model=task.model, cluster=task.cluster, job=task.job, layout=layout, prediction=prediction)
+
+    def best(self, top: int, among: Array | None = None) -> list[int]:
+        """The `top` fastest that fit, of rows `among`, by replayed time; among equals the smaller first.
+
+        A layout whose bound is above the slowest of them cannot be among them.
+        """
+        rows = np.flatnonzero(self.fits) if among is None else among[self.fits[among]]
+        order = rows[np.lexsort((self.peak[rows], self.step_s[rows]))]
+        best: list[tuple[float, float, int]] = []
+        for row in order.tolist():
+            if len(best) >= top and self.step_s[row] > best[top - 1][0]:
+                break
+            best.append((self.replayed_step_s(row), float(self.peak[row]), row))
+            best.sort()
+        return [row for _, _, row in best[:top]]
+
+    def simplest(self, fastest: int) -> int:
+        """The layout that goes first: of those that take at most NEAR longer than the `fastest`, the fastest of those
+        that need the least machinery. Such are replayed in this order, until one is found and no faster one is left."""
+        limit = (1.0 + NEAR) * self.replayed_step_s(fastest)
+        rows = np.flatnonzero(self.fits & (self.step_s <= limit))
+        needed = machinery(self.layouts.take(rows))
+        found: tuple[int, float, float, int] | None = None
+        for place in np.lexsort((self.peak[rows], self.step_s[rows], needed)).tolist():
+            row, least = int(rows[place]), (int(needed[place]), float(self.step_s[rows[place]]))
+            if found and least > found[:2]:
+                break
+            step_s = self.replayed_step_s(row)
+            if step_s <= limit:
+                this = (least[0], step_s, float(self.peak[row]), row)
+                found = min(found, this) if found else this
+        assert found is not None, "the fastest is within the limit"
+        return found[-1]
+
+    def scan(self, tensors: list[int], winner: Plan) -> Iterator[Scanned]:
+        """For each tensor size that some layout has, the best layout and what it loses, or why there is none."""
+        for tensor in tensors:
+            legal_rows = np.flatnonzero(self.layouts.tensor == tensor)
+            fastest = self.best(1, legal_rows)
+            if fastest:
+                best = winner if winner.layout.tensor == tensor else self.plan(fastest[0])
+                slower = advice.step_s(best) / advice.step_s(winner) - 1.0
+                yield Scanned(tensor=tensor, plan=best, slower=slower, because=advice.difference(best, winner))
+            elif len(legal_rows):
+                smallest, _ = self.smallest(legal_rows)
+                yield Scanned(tensor=tensor, plan=None, slower=np.inf, because=self.memory_sum(smallest))
+
+    def front(self, fastest: int) -> list[int]:
+        """Layouts that fit and, by the bound, are slower than the `fastest`, in rising order of time, each smaller than
+        it and all before."""
+        rows = np.flatnonzero(self.fits & (self.step_s >= self.replayed_step_s(fastest)))
+        order = np.concatenate(([fastest], rows[np.lexsort((self.peak[rows], self.step_s[rows]))])).astype(int)
+        least = np.minimum.accumulate(self.peak[order])
+        kept: list[int] = order[np.append(True, least[1:] < least[:-1])].tolist()
+        return kept
+
+    def shifted(self) -> Plan | None:
+        """Where nothing fits: the smallest layout with stages that does once layers are moved between them."""
+        task = self.task
+        if self.layouts.stage_layers is not None or task.runner.balance != "cost":
+            return None
+        rows = np.flatnonzero(self.layouts.pipeline > 1)
+        for row in rows[np.argsort(self.peak[rows], kind="stable")][:MOST_SHIFTED].tolist():
+            found = fitting(self._alone(self.layouts.layout(row)), task.cluster.device.memory_bytes, self._alone)
+            if found:
+                return found
+        return None
+
+    def _alone(self, layout: Layout) -> Plan:
+        return Ranking(self.task, of([layout]), only_fitting=False).plan(0)
+
+    def memory_sum(self, row: int) -> str:
+        """What fills the fullest rank of candidate `row`."""
+        task, alone = self.task, self.layouts.take(np.array([row]))
+        (footprint,) = footprints(task.model, task.job, task.cluster, task.runner, alone)
+        return describe.memory_sum(footprint, 0, task.cluster.device.memory_bytes)
+
+    def smallest(self, rows: Array) -> tuple[int, float]:
+        """Of candidates `rows`, the one whose fullest rank needs least, and how many bytes: activations included, also
+        where states alone are too much. Of the latter, those are looked at whose least is least."""
+        task, known = self.task, rows[self.exact[rows]]
+        bar = self.peak[known].min(initial=np.inf)
+        others = rows[~self.exact[rows] & (self.peak[rows] < bar)]
+        others = others[np.argsort(self.peak[others], kind="stable")[:NEAREST]]
+        near = np.concatenate((known[np.argsort(self.peak[known], kind="stable")[:1]], others))
+        peak = np.empty(len(near))
+        for footprint in footprints(task.model, task.job, task.cluster, task.runner, self.layouts.take(near)):
+            peak[footprint.rows] = footprint.memory_bytes.max(1)
+        return int(near[np.argmin(peak)]), float(peak.min())
+
+    def too_large(self) -> Rejection:
+        """Those that do not fit: the smallest of them, its sum, and the nearest layout that does."""
+        over = np.flatnonzero(~self.fits)
+        row, _ = self.smallest(over)
+        instead = ""
+        if self.fits.any():
+            instead = describe.nearest_change(self.layouts, row, np.flatnonzero(self.fits), self.step_s)
+        return Rejection(
+            reason="does not fit into memory",
+            count=len(over),
+            example=self.layouts.layout(row),
+            detail=self.memory_sum(row),
+            instead=instead,
+        )
