@@ -7,8 +7,8 @@ starts from the same ones; `of` cuts a layer that there is already.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from phalanx.nn.cut import ParameterCut, copied, evenly, from_first, rows
 from phalanx.nn.group import comm_of
 from phalanx.nn.mappings import Mappings
 from phalanx.plan.comm import Comm
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ParallelLayer(nn.Module):
@@ -55,6 +58,29 @@ class _Linear(ParallelLayer):
         super().__init__(comm, sequence_parallel)
         self.in_features, self.out_features = in_features, out_features
         self.transposed, self.num_parts = False, 1
+
+    @classmethod
+    def of(cls, layer: nn.Module, **options: Any) -> Self:
+        """This rank's part of a linear layer that all ranks hold; `options` as in the constructor."""
+        return cls(*features(layer), whole=layer, **options)
+
+    def _take(
+        self,
+        whole: nn.Module | None,
+        bias: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+        cut: Callable[[str, Tensor], ParameterCut],
+    ) -> None:
+        """Hold what `cut` leaves to this rank of the weight and the bias of `whole`, or of a layer that is drawn."""
+        drawn = whole is None
+        whole = nn.Linear(self.in_features, self.out_features, bias, device, dtype) if whole is None else whole
+        self.transposed = is_transposed(whole)
+        for name, tensor in (("weight", whole.weight), ("bias", whole.bias)):
+            if tensor is None:
+                self.register_parameter(name, None)
+            else:
+                self._hold(name, tensor, cut(name, tensor), drawn=drawn)
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """The product with the weight, without the bias."""
@@ -97,26 +123,16 @@ class ColumnParallelLinear(_Linear):
         self.gather_output = gather_output
         self.enters = True
         """Whether gradients of its input are summed here, and tokens gathered; not where a module around it does so."""
-        drawn = whole is None
-        whole = nn.Linear(in_features, out_features, bias, device, dtype) if whole is None else whole
-        self.transposed = is_transposed(whole)
         widths = [out_features // parts] * parts if isinstance(parts, int) else list(parts)
         self.num_parts = len(widths)
-        dim = 1 if self.transposed else 0
-        for name, tensor, along in (("weight", whole.weight, dim), ("bias", whole.bias, 0)):
-            if tensor is None:
-                self.register_parameter(name, None)
-                continue
-            if gather_output and not self.transposed and self.num_parts == 1:
-                cut = rows(tensor, self.comm)
-            else:
-                cut = evenly(tensor, along, widths, self.comm, f"output features of {name}")
-            self._hold(name, tensor, cut, drawn=drawn)
 
-    @classmethod
-    def of(cls, layer: nn.Module, **options: Any) -> ColumnParallelLinear:
-        """This rank's part of a linear layer that all ranks hold; `options` as in the constructor."""
-        return cls(*features(layer), whole=layer, **options)
+        def cut(name: str, tensor: Tensor) -> ParameterCut:
+            if gather_output and not self.transposed and self.num_parts == 1:
+                return rows(tensor, self.comm)
+            dim = 1 if self.transposed and name == "weight" else 0
+            return evenly(tensor, dim, widths, self.comm, f"output features of {name}")
+
+        self._take(whole, bias, device, dtype, cut)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """See the class."""
@@ -144,21 +160,14 @@ class RowParallelLinear(_Linear):
     ) -> None:
         """`whole`: a linear layer to take over instead of drawing weights. Raises InputError if it cannot be cut."""
         super().__init__(in_features, out_features, comm_of(group), sequence_parallel)
-        drawn = whole is None
-        whole = nn.Linear(in_features, out_features, bias, device, dtype) if whole is None else whole
-        self.transposed = is_transposed(whole)
-        dim = 0 if self.transposed else 1
-        cut = evenly(whole.weight, dim, [in_features], self.comm, "input features of weight")
-        self._hold("weight", whole.weight, cut, drawn=drawn)
-        if whole.bias is None:
-            self.register_parameter("bias", None)
-        else:
-            self._hold("bias", whole.bias, copied(whole.bias), drawn=drawn)
 
-    @classmethod
-    def of(cls, layer: nn.Module, **options: Any) -> RowParallelLinear:
-        """This rank's part of a linear layer that all ranks hold; `options` as in the constructor."""
-        return cls(*features(layer), whole=layer, **options)
+        def cut(name: str, tensor: Tensor) -> ParameterCut:
+            if name == "bias":
+                return copied(tensor)
+            dim = 0 if self.transposed else 1
+            return evenly(tensor, dim, [in_features], self.comm, "input features of weight")
+
+        self._take(whole, bias, device, dtype, cut)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """See the class."""
