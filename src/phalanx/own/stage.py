@@ -21,7 +21,7 @@ from phalanx.own.nest import Nest, cast_floats, tensors
 from phalanx.own.order import Order
 from phalanx.own.units import Unit
 from phalanx.trainer.data_parallel import DataParallel
-from phalanx.trainer.flat import Products, accumulation_dtype
+from phalanx.trainer.flat import accumulation_dtype
 
 Loss: TypeAlias = "Callable[[Nest, Nest], Tensor | tuple[Tensor, int | Tensor]]"
 """What is trained: of a module's output and the micro-batch, a mean over its samples; or a sum, and over how many items
@@ -199,19 +199,6 @@ class ModuleStage:
             self.completion.open(self._rest)
         torch.autograd.backward(output, output_grad)
         self.completion.end()
-
-    def postpone(self) -> None:
-        """From now on, keep what gradients of linear layers need instead of computing them."""
-        for unit in self.blocks:
-            unit.buffer.postponed.products = []
-
-    def postponed(self) -> Products:
-        """End `postpone`, and hand over what was kept, in the order of backward."""
-        products: Products = []
-        for unit in reversed(self.blocks):
-            products += unit.buffer.postponed.products or []
-            unit.buffer.postponed.products = None
-        return products
 
     def _gather_by_hooks(self, module: nn.Module) -> None:
         """Each element's parameters are whole while it runs, those of the rest while the module does, whoever calls."""

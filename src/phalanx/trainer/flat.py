@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -36,6 +38,17 @@ class Weight:
     value: Tensor
     grad: Tensor
     postponed: Postponed = field(default_factory=Postponed)
+
+
+@contextmanager
+def postponing(buffers: Sequence[FlatBuffer]) -> Iterator[Products]:
+    """In here weight gradients are not computed: what they need is kept, in the order of backward, in the list."""
+    products: Products = []
+    for buffer in buffers:
+        buffer.postponed.products = products
+    yield products
+    for buffer in buffers:
+        buffer.postponed.products = None
 
 
 class FlatBuffer:

@@ -19,7 +19,7 @@ from phalanx.plan.shards import Leaf, Piece
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.attention import Attention, rotation_table
-from phalanx.trainer.flat import FlatBuffer, Products, Weight
+from phalanx.trainer.flat import FlatBuffer, Weight
 from phalanx.trainer.loss import Objective, cross_entropy, head_loss
 from phalanx.trainer.micro_batch import MicroBatch, held_places, held_positions
 from phalanx.trainer.recompute import checkpointed
@@ -314,19 +314,6 @@ class Stage:
         for block in self.blocks:
             if isinstance(block, (Layer, Head)):
                 block.use(segments)
-
-    def postpone(self) -> None:
-        """From now on, keep what weight gradients need instead of computing them."""
-        for block in self.blocks:
-            block.buffer.postponed.products = []
-
-    def postponed(self) -> Products:
-        """End `postpone`, and hand over what was kept, in the order of backward."""
-        products: Products = []
-        for block in reversed(self.blocks):
-            products += block.buffer.postponed.products or []
-            block.buffer.postponed.products = None
-        return products
 
 
 def _leaves(weights: dict[str, Weight], names: Sequence[str]) -> tuple[list[Weight], list[Weight] | None]:

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from phalanx.plan.comm import Comm, Work
 from phalanx.plan.schedule import FORWARD_CHANNEL, Action, Schedule, Transfer
 from phalanx.plan.walk import receive_points
-from phalanx.trainer.flat import Products, add_product
+from phalanx.trainer.flat import Products, add_product, postponing
 from phalanx.trainer.micro_batch import MicroBatch
 from phalanx.trainer.model import Stage
 
@@ -112,12 +112,12 @@ class Pipeline:
         """Gradients of the stage's input and, unless they have an action of their own, of its weights."""
         kept = step.kept.pop((action.chunk, action.micro_batch))
         stage = self.stages[action.chunk]
+        postponed = [] if action.adds_gradients else [block.buffer for block in stage.blocks]
+        with postponing(postponed) as products:
+            if kept.output is not None:
+                stage.backward(kept.output, output_grad, last=self.last_to_add[action.chunk] == action)
         if not action.adds_gradients:
-            stage.postpone()
-        if kept.output is not None:
-            stage.backward(kept.output, output_grad, last=self.last_to_add[action.chunk] == action)
-        if not action.adds_gradients:
-            step.postponed[action.chunk, action.micro_batch] = stage.postponed()
+            step.postponed[action.chunk, action.micro_batch] = products
         gift = self.schedule.gives(self.comm.index, action)
         if gift is not None:
             assert kept.inputs is not None
