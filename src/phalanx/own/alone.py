@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from phalanx.own.nest import Nest, mapped, tensors
+from phalanx.own.nest import Nest, samples, tensors
 from phalanx.own.prepare import prepare
 from phalanx.own.stage import Forward, Loss, ModuleBatch, Tally, call
 from phalanx.own.step import Step
@@ -72,8 +72,7 @@ def _alone(module: nn.Module, loss: Loss, batch: Nest, micro_batch: int, forward
     piece = micro_batch if any(isinstance(part, _BatchNorm) for part in module.modules()) else size
     tally, total = Tally(torch.device("cpu")), torch.zeros(())
     for start in range(0, size, piece):
-        stop = start + piece
-        values = mapped(lambda tensor, a=start, b=stop: tensor[a:b] if tensor.dim() else tensor, batch)
+        values = samples(batch, start, start + piece)
         total = total + tally.take(forward(module, values), ModuleBatch(values=values, loss=loss))
     mean = total / tally.count
     mean.backward()

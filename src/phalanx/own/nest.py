@@ -40,6 +40,11 @@ def tensors(nest: Nest) -> list[Tensor]:
     return found
 
 
+def samples(nest: Nest, start: int, stop: int) -> Nest:
+    """The samples `start` to `stop` of a nest that has them along dim 0; tensors without dims stay."""
+    return mapped(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, nest)
+
+
 def cast_floats(nest: Nest, dtype: torch.dtype) -> Nest:
     """The same nest with its floating tensors as `dtype`."""
     return mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nest)

@@ -11,17 +11,15 @@ from typing import Any
 from torch import nn
 
 from phalanx.errors import InputError, LayoutError, Problem
-from phalanx.own.blocks import Blocks, Section, sections
+from phalanx.own.blocks import Blocks
 from phalanx.own.cuts import check
 from phalanx.own.nest import Nest
+from phalanx.own.price import ModulePrediction, price
 from phalanx.own.record import Recorded, record
 from phalanx.own.stage import Forward, Loss, call
 from phalanx.plan.layout import Layout
 from phalanx.plan.legality import module_problems
 from phalanx.planner.candidates import divisors
-from phalanx.planner.compute import optimizer_s, total_s
-from phalanx.planner.engine import OURS, engine
-from phalanx.planner.network import collective_s, placements, point_to_point_s
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.trainer.flat import COMPUTE_DTYPES
@@ -32,20 +30,6 @@ ASSUMPTIONS = (
     "passes over memory one by one, as torch runs them; attention of torch as one kernel",
     "no message of the data axis hides under compute; one block more than a stage keeps is alive",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModulePrediction:
-    """A layout for a module: seconds of a step by kind, and bytes by kind on the stage that needs most."""
-
-    layout: Layout
-    step_s_by_kind: Mapping[str, float]
-    memory_bytes: Mapping[str, int]
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return sum(self.step_s_by_kind.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,23 +78,15 @@ def plan_for(
     blocks = Blocks(path=blocks) if isinstance(blocks, str) else blocks
     table = None if cuts is None else check(module, cuts, 1)
 
+    dtype = COMPUTE_DTYPES[job.precision]
+    recording = functools.partial(record, module, batch, loss, forward=forward, blocks=blocks, cuts=table, dtype=dtype)
+
     @functools.cache
     def recorded(tensor: int, sequence_parallel: bool, micro_batch: int) -> list[Recorded] | None:
         try:
             if table is not None:
                 check(module, table, tensor)
-            return record(
-                module,
-                batch,
-                loss,
-                forward=forward,
-                blocks=blocks,
-                cuts=table,
-                tensor=tensor,
-                sequence_parallel=sequence_parallel,
-                micro_batch=micro_batch,
-                dtype=COMPUTE_DTYPES[job.precision],
-            )
+            return recording(tensor=tensor, sequence_parallel=sequence_parallel, micro_batch=micro_batch)
         except InputError:
             if tensor == 1:
                 raise
@@ -121,7 +97,7 @@ def plan_for(
     for layout in _layouts(job, cluster, num_blocks, None if table is None else set(table.values()), given):
         parts = recorded(layout.tensor, layout.sequence_parallel, layout.micro_batch)
         if parts is not None:
-            found.append(_price(layout, parts, job, cluster))
+            found.append(price(layout, parts, job, cluster))
     fitting = _fitting(found, cluster)
     whole = recorded(1, False, 1)
     assert whole is not None
@@ -175,99 +151,3 @@ def _layouts(
             kept = all(getattr(layout, key) == value for key, value in given.items())
             if kept and not module_problems(job, layout, num_blocks, cuts):
                 yield layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """One stage's parts, and what they come to for a micro-batch."""
-
-    parts: Sequence[Recorded]
-    blocks: Sequence[Recorded]
-
-    def total(self, key: str) -> int:
-        return sum(getattr(part, key) for part in self.parts)
-
-
-def _stages(layout: Layout, parts: Sequence[Recorded]) -> list[_Stage]:
-    if len(parts) == 1:
-        return [_Stage(parts=parts, blocks=())]
-    before, *blocks, after = parts
-
-    def stage(section: Section) -> _Stage:
-        inside = [blocks[layer] for layer in section.layers]
-        ends = ([before] if section.first else []), ([after] if section.last else [])
-        return _Stage(parts=[*ends[0], *inside, *ends[1]], blocks=inside)
-
-    return [stage(section) for section in sections(len(blocks), layout)]
-
-
-def _price(layout: Layout, parts: Sequence[Recorded], job: JobSpec, cluster: ClusterSpec) -> ModulePrediction:
-    """Seconds and bytes; the schedule is priced as 1F1B: its slowest stage m times, the others once (Megatron-LM,
-    arXiv 2104.04473, section 2.2)."""
-    runner, device, stages = engine(OURS), cluster.device, _stages(layout, parts)
-    places, count = placements(cluster, layout), layout.num_micro_batches(job.global_batch)
-    full = layout.recompute == "full"
-
-    def compute_s(operations: Sequence[Recorded], *, backward: bool) -> float:
-        every = [each for part in operations for each in (part.backward if backward else part.forward)]
-        return float(total_s(every, device, job.precision, runner, backward=backward))
-
-    def tensor_s(stage: _Stage) -> float:
-        messages = [message for part in stage.parts for message in part.messages]
-        again = [message for part in stage.blocks for message in part.messages] if full else []
-        each = [(1.0, message) for message in messages] + [(0.5, message) for message in again]
-        return sum(
-            share * times * float(collective_s(cluster, operation, size / times, places["tensor"]))
-            for share, (operation, times, size) in each
-        )
-
-    work = [compute_s(each.parts, backward=False) + compute_s(each.parts, backward=True) for each in stages]
-    repeated = [compute_s(each.blocks, backward=False) if full else 0.0 for each in stages]
-    talk = [tensor_s(each) for each in stages]
-    busy = [sum(each) for each in zip(work, repeated, talk, strict=True)]
-    slowest = max(range(len(stages)), key=busy.__getitem__)
-    bound = max((part.output_bytes for part in parts[:-1]), default=0)
-    hop_s = 2 * float(point_to_point_s(cluster, bound, places["pipeline"])) * (len(stages) - 1)
-    states, zero, shards = runner.states_for(job.precision), layout.zero, layout.num_shards
-    trained = max(each.total("num_trained") for each in stages)
-
-    def data_s(operation: str, size: float) -> float:
-        return float(collective_s(cluster, operation, size, places["data"]))
-
-    gather = data_s("all_gather", trained * min(2.0, states.parameter))
-    scatter = data_s("reduce_scatter", trained * runner.reduce_bytes)
-    reduction = {
-        0: data_s("all_reduce", trained * runner.reduce_bytes),
-        1: scatter + gather,
-        2: count * scatter + gather,
-        3: count * (scatter + 2 * gather),
-    }
-    seconds = {
-        "compute": count * work[slowest],
-        "recompute": count * repeated[slowest],
-        "tensor": count * talk[slowest],
-        "pipeline": sum(busy) - busy[slowest] + hop_s,
-        "data": reduction[zero] if layout.data > 1 else 0.0,
-        "optimizer": float(optimizer_s(trained / (shards if zero else 1), runner, device)),
-    }
-    needed = [_memory(layout, number, stage, count, states) for number, stage in enumerate(stages)]
-    return ModulePrediction(
-        layout=layout, step_s_by_kind=seconds, memory_bytes=max(needed, key=lambda each: sum(each.values()))
-    )
-
-
-def _memory(layout: Layout, number: int, stage: _Stage, count: int, states: Any) -> dict[str, int]:
-    zero, shards = layout.zero, layout.num_shards
-    in_flight = min(count, layout.pipeline - number)
-    largest = max((part.kept_bytes for part in stage.blocks), default=0)
-    kept = stage.total("kept_bytes")
-    if layout.recompute == "full":
-        kept += sum(part.output_bytes - part.kept_bytes for part in stage.blocks)
-    whole = max((part.num_elements for part in stage.parts), default=0) if zero == 3 else 0
-    trained = stage.total("num_trained")
-    return {
-        "parameters": int(states.parameter * (stage.total("num_elements") / (shards if zero == 3 else 1) + whole)),
-        "gradients": int(states.gradient * trained / (shards if zero >= 2 else 1)),
-        "optimizer": int(states.optimizer * trained / (shards if zero else 1)),
-        "activations": in_flight * kept + largest,
-    }

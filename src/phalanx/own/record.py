@@ -48,11 +48,6 @@ class Recorded:
     num_elements: int
     num_trained: int
 
-    @property
-    def product_flops(self) -> float:
-        """Of all matrix products, attention left out."""
-        return float(sum(each.flops for each in (*self.forward, *self.backward) if each.kind == "matmul"))
-
 
 def without_data(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a module on the device "meta", its floating tensors as `dtype`; no data is copied on the way."""
@@ -231,10 +226,11 @@ class _Attention(TorchFunctionMode):
         self._there, self._back = there, back
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         q, k, v, *more = args if len(args) > 2 else (kwargs["query"], kwargs["key"], kwargs["value"])
-        causal = kwargs.get("is_causal", len(more) > 2 and more[2]) if kwargs else len(more) > 2 and more[2]
+        causal = kwargs.get("is_causal", len(more) > 2 and more[2])
         common = {
             "kind": "attention",
             "m": q.shape[-2],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import InputError, RunError
 from phalanx.own.engine import ModuleEngine
-from phalanx.own.nest import Nest, mapped, tensors
+from phalanx.own.nest import Nest, mapped, samples, tensors
 from phalanx.own.stage import Loss, ModuleBatch
 from phalanx.own.whole import whole_state
 from phalanx.plan.module import ModulePlan
@@ -81,13 +81,9 @@ class Step:
         if size % layout.data:
             instead = "let the data loader drop the last, smaller batch (drop_last=True), or use another layout.data"
             raise InputError(f"{size} samples do not divide among data {layout.data}", where="batch", instead=instead)
-        first = self.world.coord.data * (size // layout.data)
-        starts = range(first, first + size // layout.data, layout.micro_batch)
-        stops = [min(start + layout.micro_batch, first + size // layout.data) for start in starts]
-        return [
-            mapped(lambda tensor, a=a, b=b: tensor[a:b] if tensor.dim() else tensor, batch)
-            for a, b in zip(starts, stops, strict=True)
-        ]
+        count = size // layout.data
+        mine = samples(batch, self.world.coord.data * count, (self.world.coord.data + 1) * count)
+        return [samples(mine, start, start + layout.micro_batch) for start in range(0, count, layout.micro_batch)]
 
     def forward_backward(self, micro_batches: Sequence[Nest], loss: Loss) -> float:
         """Gradients of the mean of `loss` over the items of all ranks' `micro_batches`, and that mean. All ranks of a
