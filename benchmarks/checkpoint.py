@@ -21,12 +21,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from here import LLAMA, plan_here
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,9 +40,7 @@ from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
-from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import CheckpointSpec, JobSpec
-from phalanx.spec.model import ModelSpec
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.state import StatePiece, state
@@ -48,21 +48,7 @@ from phalanx.trainer.world import World, connect
 
 NUM_RANKS = 2
 LAYOUT = Layout(data=NUM_RANKS, zero=1)
-MODEL = ModelSpec(
-    name="benchmark",
-    num_layers=8,
-    hidden=512,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=64,
-    ffn=1536,
-    vocab=8192,
-    max_seq_len=256,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
-)
+MODEL = replace(LLAMA, num_layers=8, hidden=512, head_dim=64, ffn=1536, vocab=8192)
 CHUNK_BYTES = 2**20
 
 AIMS = {
@@ -76,15 +62,9 @@ AIMS = {
 
 
 def plan() -> Plan:
-    device = Device(name="none", memory_bytes=2**34, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11})
-    link = Link(name="none", latency_s=1e-5, bytes_per_s=1e9)
-    cluster = ClusterSpec(
-        name="none", num_nodes=1, devices_per_node=NUM_RANKS, device=device, intra_node=link, inter_node=link
-    )
-    job = JobSpec(
-        global_batch=2, seq_len=256, num_steps=1, precision="fp32", checkpoint=CheckpointSpec(keep=0, resume="never")
-    )
-    return Plan(model=MODEL, cluster=cluster, job=job, layout=LAYOUT)
+    checkpoint = CheckpointSpec(keep=0, resume="never")
+    job = JobSpec(global_batch=2, seq_len=256, num_steps=1, precision="fp32", checkpoint=checkpoint)
+    return plan_here(MODEL, job, LAYOUT)
 
 
 class Bench:

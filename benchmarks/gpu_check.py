@@ -16,60 +16,42 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from here import LLAMA, plan_here
 from rich.console import Console
 from rich.table import Table
 
 from phalanx.plan.comm import Comm, Group, Work
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
-from phalanx.plan.plan import Plan
-from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import JobSpec
-from phalanx.spec.model import ModelSpec
 from phalanx.trainer.comm import DONE, GroupComm, SoloComm
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.world import connect
 
-SMALL = ModelSpec(
-    name="small",
-    num_layers=4,
-    hidden=256,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
-    ffn=768,
-    vocab=1024,
-    max_seq_len=128,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=True,
-)
+SMALL = replace(LLAMA, name="small", num_kv_heads=4, max_seq_len=128, tied=True)
 LAYOUTS = (
     Layout(tensor=2, data=2, zero=1, sequence_parallel=True),
     Layout(pipeline=2, data=2, zero=3),
     Layout(tensor=2, pipeline=2, recompute="full"),
 )
-LARGE = ModelSpec(  # the sizes of Llama 3.2 1B
+LARGE = replace(  # the sizes of Llama 3.2 1B
+    LLAMA,
     name="llama-1b",
     num_layers=16,
     hidden=2048,
     num_heads=32,
-    num_kv_heads=8,
     head_dim=64,
     ffn=8192,
     vocab=128_256,
     max_seq_len=4096,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
     rope_theta=500_000.0,
     tied=True,
 )
@@ -143,21 +125,10 @@ def _copy_back(held: list[Any], tensors: list[Any]) -> Work:
     return DONE
 
 
-def plan_of(model: ModelSpec, layout: Layout, **job: Any) -> Plan:
-    """A plan that says nothing true about the machine."""
-    link = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
-    device = Device(name="unknown", memory_bytes=2**36, memory_bytes_per_s=1e12, flops_per_s={"fp32": 1e13})
-    ranks = layout.num_ranks
-    cluster = ClusterSpec(
-        name="here", num_nodes=1, devices_per_node=ranks, device=device, intra_node=link, inter_node=link
-    )
-    return Plan(model=model, cluster=cluster, job=JobSpec(num_steps=100, **job), layout=layout)
-
-
 def losses(rank: int, layout: Layout, folder: str, device: str, num_steps: int = 5) -> list[float]:
     """Loss and gradient norm of each step of one rank of `layout`, on `device`."""
     torch.set_num_threads(1)
-    plan = plan_of(SMALL, layout, global_batch=8, seq_len=128, precision="fp32")
+    plan = plan_here(SMALL, JobSpec(global_batch=8, seq_len=128, num_steps=100, precision="fp32"), layout)
     comms: dict[str, GroupComm] = {}
     if layout.num_ranks > 1:
         store = dist.FileStore(f"{folder}/store", layout.num_ranks)
@@ -223,7 +194,8 @@ def step_s(*, compile_segments: bool, micro_batch: int = 4, num_micro_batches: i
     """Seconds of a training step of the large model, its model FLOPs, and the peak bytes of GPU memory."""
     batch = micro_batch * num_micro_batches
     layout = Layout(micro_batch=micro_batch, recompute="selective")
-    plan = plan_of(LARGE, layout, global_batch=batch, seq_len=SEQ_LEN, precision="bf16", compile=compile_segments)
+    job = JobSpec(global_batch=batch, seq_len=SEQ_LEN, num_steps=100, precision="bf16", compile=compile_segments)
+    plan = plan_here(LARGE, job, layout)
     torch.cuda.reset_peak_memory_stats()
     engine = Engine(
         plan,

@@ -21,42 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from crew import Contender, Steps, take_turn
+from here import LLAMA, engine_of, plan_here
 from hosts import Hosts, hosts, why_not
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.plan.comm import Comm, Group
-from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
-from phalanx.plan.plan import Plan
-from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import JobSpec
-from phalanx.spec.model import ModelSpec
-from phalanx.trainer.comm import SoloComm
 from phalanx.trainer.engine import Engine
-from phalanx.trainer.process import keep_freed_memory
 from phalanx.trainer.recorder import Recorder
-from phalanx.trainer.world import connect
 from phalanx.units import format_seconds
 
-MODEL = ModelSpec(
-    name="benchmark",
-    num_layers=4,
-    hidden=256,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=32,
-    ffn=768,
-    vocab=1024,
-    max_seq_len=256,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
-)
-SEQ_LEN, GLOBAL_BATCH = 256, 8
+JOB = JobSpec(global_batch=8, seq_len=256, num_steps=1000, precision="fp32")
 FAST = 40e9
 
 
@@ -98,36 +75,18 @@ BOTH = Layout(tensor=2, data=2, micro_batch=4, bucket_bytes=2**20)
 
 def contender(name: str, layout: Layout, network: Hosts, host_of: Sequence[int] = (0, 1)) -> Contender:
     """This trainer with `layout` on the hosts of `network`; rank i runs on host `host_of[i]`."""
-    plan = _plan(layout)
+    plan = plan_here(LLAMA, JOB, layout)
 
     def steps(rank: int, folder: Path) -> Steps:
-        keep_freed_memory()
         network.enter(host_of[rank])
         recorder = Recorder()
-        comms, neighbours = connect(
-            groups(MODEL, layout),
-            rank=rank,
-            num_ranks=layout.num_ranks,
-            store=dist.FileStore(str(folder / "store"), layout.num_ranks),
-            recorder=recorder,
-            timeout_s=120,
-            master=(network.addresses[0], 1),
-        )
-
-        def comm(name: str) -> Comm:
-            return comms.get(name) or SoloComm(Group(name=name, ranks=(rank,)))
-
-        engine = Engine(plan, layout.coord(rank), comm, torch.device("cpu"))
-        tokens = torch.randint(0, MODEL.vocab, (GLOBAL_BATCH // layout.data, SEQ_LEN))
-        batches = engine.micro_batches(tokens, tokens, GLOBAL_BATCH * SEQ_LEN, 0)
-        try:
+        with engine_of(plan, rank, folder, recorder, master=(network.addresses[0], 1)) as engine:
+            tokens = torch.randint(0, LLAMA.vocab, (JOB.global_batch // layout.data, JOB.seq_len))
+            batches = engine.micro_batches(tokens, tokens, JOB.tokens_per_step, 0)
             while True:
                 before = dict(recorder.seconds)
                 step(engine, batches)
                 yield {kind: seconds - before.get(kind, 0.0) for kind, seconds in recorder.seconds.items()}
-        finally:
-            for left in (*comms.values(), *([neighbours] if neighbours else [])):
-                left.close()
 
     return Contender(name=name, num_ranks=layout.num_ranks, steps=steps)
 
@@ -138,17 +97,6 @@ def step(engine: Engine, batches: Sequence[Any]) -> None:
     engine.synchronize()
     engine.totals(loss)
     engine.update(1e-4, 1.0)
-
-
-def _plan(layout: Layout) -> Plan:
-    link = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
-    device = Device(name="unknown", memory_bytes=2**33, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11})
-    ranks = layout.num_ranks
-    cluster = ClusterSpec(
-        name="here", num_nodes=1, devices_per_node=ranks, device=device, intra_node=link, inter_node=link
-    )
-    job = JobSpec(global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, num_steps=1000, precision="fp32")
-    return Plan(model=MODEL, cluster=cluster, job=job, layout=layout)
 
 
 @contextlib.contextmanager

@@ -16,11 +16,13 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from crew import Contender, Steps, take_turn
+from here import LLAMA, plan_here
 from hosts import Hosts, hosts, why_not
 from overlap import FAST
 from rich.console import Console
@@ -30,9 +32,7 @@ from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.traffic import traffic
 from phalanx.rundir import RunDir
-from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import JobSpec, OptimizerSpec
-from phalanx.spec.model import ModelSpec
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.model import MicroBatch
 from phalanx.trainer.optim import clip_coefficient
@@ -40,24 +40,9 @@ from phalanx.trainer.process import keep_freed_memory
 from phalanx.trainer.world import join
 from phalanx.units import format_bytes, format_seconds
 
-MODEL = ModelSpec(
-    name="bytes",
-    num_layers=4,
-    hidden=128,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=32,
-    ffn=384,
-    vocab=256,
-    max_seq_len=128,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
-)
-SEQ_LEN, GLOBAL_BATCH, RATE = 128, 8, 3e-3
-LINK = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
-DEVICE = Device(name="unknown", memory_bytes=2**33, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11})
+MODEL = replace(LLAMA, name="bytes", hidden=128, num_heads=4, num_kv_heads=4, ffn=384, vocab=256, max_seq_len=128)
+RATE = 3e-3
+JOB = JobSpec(global_batch=8, seq_len=128, num_steps=1000, precision="fp32", optimizer=OptimizerSpec(lr=RATE))
 
 PLAIN = Layout(data=2, micro_batch=4, bucket_bytes=2**20)
 KINDS = (
@@ -79,15 +64,7 @@ def name_of(layout: Layout) -> str:
 
 def plan_of(layout: Layout) -> Plan:
     """A plan for both hosts."""
-    cluster = ClusterSpec(name="here", num_nodes=2, devices_per_node=1, device=DEVICE, intra_node=LINK, inter_node=LINK)
-    job = JobSpec(
-        global_batch=GLOBAL_BATCH,
-        seq_len=SEQ_LEN,
-        num_steps=1000,
-        precision="fp32",
-        optimizer=OptimizerSpec(lr=RATE),
-    )
-    return Plan(model=MODEL, cluster=cluster, job=job, layout=layout)
+    return plan_here(MODEL, JOB, layout, num_nodes=2)
 
 
 def text() -> torch.Tensor:
@@ -99,11 +76,9 @@ def text() -> torch.Tensor:
 def batches_of(engine: Engine, content: torch.Tensor, number: int) -> list[MicroBatch]:
     """This rank's part of global batch `number`."""
     generator = torch.Generator().manual_seed(number)
-    starts = torch.randint(len(content) - SEQ_LEN - 1, (GLOBAL_BATCH,), generator=generator)
-    samples = torch.stack([content[start : start + SEQ_LEN + 1] for start in starts[list(engine.positions)]])
-    return engine.micro_batches(
-        samples[:, :-1].contiguous(), samples[:, 1:].contiguous(), GLOBAL_BATCH * SEQ_LEN, number
-    )
+    starts = torch.randint(len(content) - JOB.seq_len - 1, (JOB.global_batch,), generator=generator)
+    samples = torch.stack([content[start : start + JOB.seq_len + 1] for start in starts[list(engine.positions)]])
+    return engine.micro_batches(samples[:, :-1].contiguous(), samples[:, 1:].contiguous(), JOB.tokens_per_step, number)
 
 
 def step(engine: Engine, batches: list[MicroBatch]) -> float:

@@ -16,31 +16,25 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch.distributed as dist
 from crew import Contender, Steps, take_turn
+from here import LLAMA, engine_of, plan_here
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.plan.comm import Comm, Group
-from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.stages import Stage, split, stage_costs
-from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import JobSpec
-from phalanx.spec.model import ModelSpec
-from phalanx.trainer.comm import SoloComm
-from phalanx.trainer.engine import Engine
-from phalanx.trainer.process import keep_freed_memory
 from phalanx.trainer.recorder import Recorder
-from phalanx.trainer.world import connect
 from phalanx.units import format_seconds
 
-MODEL = ModelSpec(
+MODEL = replace(
+    LLAMA,
     name="large vocabulary",
     num_layers=8,
     hidden=384,
@@ -49,24 +43,14 @@ MODEL = ModelSpec(
     head_dim=64,
     ffn=1024,
     vocab=32_000,
-    max_seq_len=256,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
 )
 JOB = JobSpec(global_batch=4, seq_len=256, num_steps=1000, precision="fp32")
 STAGES = 2
 
 
 def plan_of(stage_layers: tuple[int, ...] | None) -> Plan:
-    """On this machine, of which nothing but the number of processes matters here."""
-    link = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
-    device = Device(name="unknown", memory_bytes=2**33, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11})
-    cluster = ClusterSpec(
-        name="here", num_nodes=1, devices_per_node=STAGES, device=device, intra_node=link, inter_node=link
-    )
-    return Plan(model=MODEL, cluster=cluster, job=JOB, layout=Layout(pipeline=STAGES, stage_layers=stage_layers))
+    """A plan with these layers on its stages, or as many as the trainer gives them."""
+    return plan_here(MODEL, JOB, Layout(pipeline=STAGES, stage_layers=stage_layers))
 
 
 def contender(name: str, plan: Plan, told: Path) -> Contender:
@@ -74,23 +58,9 @@ def contender(name: str, plan: Plan, told: Path) -> Contender:
     `told`: waiting is none of them, since ranks sleep until a message comes."""
 
     def steps(rank: int, folder: Path) -> Steps:
-        keep_freed_memory()
-        comms, neighbours = connect(
-            groups(MODEL, plan.layout),
-            rank=rank,
-            num_ranks=STAGES,
-            store=dist.FileStore(str(folder / "store"), STAGES),
-            recorder=Recorder(),
-            timeout_s=120,
-        )
-
-        def comm(group: str) -> Comm:
-            return comms.get(group) or SoloComm(Group(name=group, ranks=(rank,)))
-
-        engine = Engine(plan, plan.layout.coord(rank), comm, torch.device("cpu"))
-        tokens = torch.randint(0, MODEL.vocab, (JOB.global_batch, JOB.seq_len))
-        batches = engine.micro_batches(tokens, tokens, JOB.tokens_per_step, 0)
-        try:
+        with engine_of(plan, rank, folder, Recorder()) as engine:
+            tokens = torch.randint(0, MODEL.vocab, (JOB.global_batch, JOB.seq_len))
+            batches = engine.micro_batches(tokens, tokens, JOB.tokens_per_step, 0)
             while True:
                 before_s = time.process_time()
                 loss = engine.forward_backward(batches)
@@ -100,9 +70,6 @@ def contender(name: str, plan: Plan, told: Path) -> Contender:
                 engine.totals(loss)
                 engine.update(1e-4, 1.0)
                 yield {}
-        finally:
-            for left in (*comms.values(), *([neighbours] if neighbours else [])):
-                left.close()
 
     return Contender(name=name, num_ranks=STAGES, steps=steps)
 
