@@ -1,44 +1,22 @@
-"""Legality: what cannot run is refused with numbers; what is not refused can be cut, scheduled and split."""
+"""Legality: what cannot run is refused, with numbers and what to write instead."""
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from tiny import tiny_model
 
-from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.plan.legality import (
     LIMITS,
-    SPLIT_BACKWARD,
     allowed_tensor_sizes,
     engine_problems,
     module_problems,
     problems,
 )
-from phalanx.plan.schedule import SCHEDULES, schedule
-from phalanx.plan.schedule_check import check
-from phalanx.plan.shards import rank_buffers
-from phalanx.plan.stages import split
 from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import JobSpec
-from phalanx.spec.model import ModelSpec
 
-MODEL = ModelSpec(
-    name="tiny",
-    num_layers=4,
-    hidden=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn=128,
-    vocab=250,
-    max_seq_len=64,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
-)
+MODEL = tiny_model(name="tiny")
 JOB = JobSpec(global_batch=8, seq_len=64, num_steps=1)
 LINK = Link(name="wire", latency_s=1e-6, bytes_per_s=1e9)
 DEVICE = Device(name="chip", memory_bytes=2**30, memory_bytes_per_s=1e9, flops_per_s={"fp32": 1e9})
@@ -334,71 +312,6 @@ def test_the_trainers_limits_say_what_to_write_instead():
     beyond = Layout(context=2, zero=2, schedule="zb-h1")
     assert [problem.where for problem in engine_problems(beyond)] == [f"layout.{limit.key}" for limit in LIMITS]
     assert all(problem.instead for problem in engine_problems(beyond))
-
-
-SCHEDULE_AND_CHUNKS = st.sampled_from(list(SCHEDULES)).flatmap(
-    lambda name: st.tuples(st.just(name), st.sampled_from(SCHEDULES[name].virtual_stages))
-)
-LAYOUTS = st.builds(
-    lambda chosen, **sizes: Layout(schedule=chosen[0], virtual_stages=min(chosen[1], 3), **sizes),
-    SCHEDULE_AND_CHUNKS,
-    tensor=st.sampled_from([1, 2, 4, 3]),
-    pipeline=st.integers(1, 4),
-    data=st.sampled_from([1, 2, 4]),
-    micro_batch=st.sampled_from([1, 2, 3]),
-    zero=st.integers(0, 3),
-    zero_group=st.sampled_from([0, 0, 2, 3]),
-    sequence_parallel=st.booleans(),
-)
-MODELS = st.builds(
-    lambda layers, heads, vocab, tied: replace(
-        MODEL, num_layers=layers, num_heads=heads[0], num_kv_heads=heads[1], vocab=vocab, tied=tied
-    ),
-    st.integers(3, 12),
-    st.sampled_from([(4, 2), (4, 4), (6, 2), (6, 3), (4, 1)]),
-    st.integers(1, 300),
-    st.booleans(),
-)
-BIG = replace(CLUSTER, num_nodes=64, devices_per_node=12)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(model=MODELS, layout=LAYOUTS, seq_len=st.sampled_from([48, 60]), global_batch=st.sampled_from([4, 8, 12]))
-def test_whatever_has_no_problems_can_be_cut(model, layout, seq_len, global_batch):
-    job = replace(JOB, seq_len=seq_len, global_batch=global_batch)
-    assume(not problems(model, job, BIG, layout))
-    split(model, seq_len, layout.num_stages, layout.stage_layers, tensor=layout.tensor)
-    num_micro_batches = layout.num_micro_batches(global_batch)
-    assert num_micro_batches * layout.micro_batch * layout.data == global_batch
-    check(schedule(layout.schedule, layout.pipeline, layout.virtual_stages, num_micro_batches))
-    groups(model, layout)
-    assert _elements_held(model, layout, seq_len) == model.num_parameters
-
-
-def _elements_held(model, layout, seq_len):
-    """Elements over all ranks, copies left out. Every rank must hold something of every parameter that it has."""
-    held = 0
-    for coord in (coord for coord in layout.coords() if coord.data == 0):
-        for buffer in rank_buffers(model, layout, coord, seq_len):
-            assert all((part.stop - part.start) % layout.data == 0 for part in buffer.parts)
-            assert all(piece.rectangle.num_elements for piece in buffer.pieces)
-            for part in buffer.parts:
-                inside = [piece for piece in buffer.pieces if part.start <= piece.offset < part.stop]
-                held += part.counted * sum(piece.rectangle.num_elements for piece in inside)
-    return held
-
-
-def test_schedules_that_split_backward_are_the_ones_named():
-    split = {
-        name
-        for name, family in SCHEDULES.items()
-        if any(
-            action.kind == "weight_gradient"
-            for actions in schedule(name, 2, family.virtual_stages[0], 4).actions
-            for action in actions
-        )
-    }
-    assert split == set(SPLIT_BACKWARD)
 
 
 @pytest.mark.parametrize("some", [{"recompute_every": 2}, {"recompute_layers": (1,)}])

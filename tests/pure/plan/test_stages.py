@@ -6,26 +6,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_model
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.stages import head_cost, layer_cost, recomputed_layers, split, stage_costs
-from phalanx.spec.model import ModelSpec
 
-TINY = ModelSpec(
-    name="tiny",
-    num_layers=4,
-    hidden=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn=128,
-    vocab=250,
-    max_seq_len=64,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
-)
+TINY = tiny_model()
 
 
 def counts(num_layers, num_stages, vocab=250, **sizes):
