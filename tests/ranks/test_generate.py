@@ -160,6 +160,23 @@ def test_from_the_command_line(run_folder, capfd):
     assert texts[0] == texts[1] != expected
 
 
+def test_tokenizers_of_other_forms_are_used_and_carried(tmp_path, capsys):
+    """As in published folders of GPT-2 and Llama 2, of which some have no tokenizer.json."""
+    family("gpt2").save_pretrained(tmp_path / "theirs")
+    trained = train_tokenizer(["a few words of text"], 257, num_bytes=1000)
+    trained.model.save(str(tmp_path / "theirs"))  # vocab.json and merges.txt
+    assert main(["checkpoint", "import", str(tmp_path / "theirs"), "-o", str(tmp_path / "ours")]) == 0
+    assert main(["checkpoint", "export", str(tmp_path / "ours"), "-o", str(tmp_path / "back")]) == 0
+    capsys.readouterr()
+    outputs = []
+    for folder in ("theirs", "ours", "back"):
+        assert (tmp_path / folder / "merges.txt").is_file()
+        assert not (tmp_path / folder / "tokenizer.json").exists()
+        assert main(["generate", str(tmp_path / folder), "z", "--max-tokens", "5"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0].startswith("z") and len(set(outputs)) == 1
+
+
 def test_wrong_input(run_folder, capsys, tmp_path):
     path = str(run_folder)
     for wrong, said in (
@@ -172,7 +189,9 @@ def test_wrong_input(run_folder, capsys, tmp_path):
         (["--tensor", "0"], "--tensor: 0"),
         (["--tensor", "3"], "--tensor: tensor 3 does not divide 4 query heads"),
         (["--pipeline", "5"], "--pipeline"),
-        (["--tokenizer", path], "is not a tokenizer"),
+        (["--tokenizer", path], "holds no tokenizer"),
+        (["--tokenizer", __file__], "is not a tokenizer"),
+        (["--tokenizer", "byte"], "no such tokenizer"),
         (["--seed", str(2**63)], "--seed: 9223372036854775808"),
     ):
         assert main(["generate", path, "x", *wrong]) == 2
@@ -181,6 +200,6 @@ def test_wrong_input(run_folder, capsys, tmp_path):
     assert r"PROMPT: is not UTF-8 text: '\udce9'" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "data")
     assert main(["generate", path, "x"]) == 2
-    assert "there is no tokenizer.json" in capsys.readouterr().err
+    assert "there is no tokenizer" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "nothing"), "x"]) == 2
     assert "there are no weights" in capsys.readouterr().err

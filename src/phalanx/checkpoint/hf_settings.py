@@ -23,25 +23,27 @@ _CARRIED = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "spiece.model",
     "chat_template.jinja",
 )
+_FORMS = (TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json")
 _END_OF_DOCUMENT = "<|endoftext|>"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_folder(folders: Sequence[Path]) -> Path | None:
-    """The first of `folders` that has a tokenizer.json."""
-    return next((folder for folder in folders if (folder / TOKENIZER).is_file()), None)
+    """The first of `folders` that has a tokenizer, in whichever form."""
+    return next((folder for folder in folders if any((folder / name).is_file() for name in _FORMS)), None)
 
 
 def check_tokenizers(data: Path, folders: Sequence[Path]) -> None:
     """Raises CheckpointError if the tokenizer in the folder `data` has a token that the one in `folders` does not have,
     or has under another id: text tokenized by one is noise to a model trained with the other.
 
-    Nothing is compared where either is missing.
+    Nothing is compared where either has no tokenizer.json.
     """
     known_in = tokenizer_folder(folders)
-    if known_in is None or not (data / TOKENIZER).is_file():
+    if known_in is None or not all((folder / TOKENIZER).is_file() for folder in (known_in, data)):
         return
     known = _vocabulary(known_in)
     for token, number in _vocabulary(data).items():
@@ -63,7 +65,7 @@ def carry(folders: Sequence[Path], target: Path, max_seq_len: int) -> None:
         for name in _CARRIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, target / name)
-        if not (target / TOKENIZER_CONFIG).exists():
+        if (source / TOKENIZER).is_file() and not (target / TOKENIZER_CONFIG).exists():
             write_json(target / TOKENIZER_CONFIG, _tokenizer_config(source, max_seq_len))
     write_json(target / GENERATION_CONFIG, generation_config(folders))
 
@@ -111,6 +113,9 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _end_of_document(folder: Path) -> int | None:
+    """What a tokenizer that was trained here calls so."""
+    if not (folder / TOKENIZER).is_file():
+        return None
     for token in _read_json(folder / TOKENIZER).get("added_tokens", ()):
         if token["content"] == _END_OF_DOCUMENT:
             return int(token["id"])

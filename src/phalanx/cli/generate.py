@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw from the fewest tokens that together have probability P (1: all)",
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws (1)")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, where it is not found by itself"
-    )
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or another, where none is found by itself")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="processes that share each layer (1)")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="groups of layers in a row (1)")
 
@@ -41,23 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and, token by token, what follows."""
     _check(arguments)
-    from phalanx.checkpoint.hf_settings import TOKENIZER, end_tokens, tokenizer_folder
+    from phalanx.checkpoint.hf_settings import end_tokens, tokenizer_folder
     from phalanx.checkpoint.weights import open_weights
-    from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.data.tokenizer import find_tokenizer, read_tokenizer
     from phalanx.studies.generate import generate
     from phalanx.trainer.text import Request, say
 
     weights = open_weights(arguments.checkpoint)
-    folder = tokenizer_folder(weights.folders)
-    path = arguments.tokenizer or (folder and folder / TOKENIZER)
-    if path is None:
+    name = arguments.tokenizer or tokenizer_folder(weights.folders)
+    if name is None:
         looked = ", ".join(str(folder) for folder in weights.folders)
-        raise InputError("there is no tokenizer.json", where=looked, instead="--tokenizer FILE")
+        raise InputError("there is no tokenizer", where=looked, instead="--tokenizer FILE")
+    path = find_tokenizer(str(name))
+    ids = read_tokenizer(path).encode(arguments.prompt).ids
     ends = tuple(end_tokens(weights.folders))
-    ids = load_tokenizer(path).encode(arguments.prompt).ids
     request = Request(
         path=str(weights.path.absolute()),
-        tokenizer=str(path.absolute()),
+        tokenizer=str(path.absolute()) if path else str(name),
         prompt=tuple(ids or ends[:1]),  # nothing is said yet: as at the start of a document
         ends=ends,
         max_tokens=arguments.max_tokens,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.weights import open_weights
 from phalanx.data.detokenize import Detokenizer
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.tokenizer import find_tokenizer, read_tokenizer
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.trainer.generate import Generator, greedy, sampler
@@ -20,7 +20,8 @@ from phalanx.trainer.world import join
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """How to continue `prompt`, the ids of some text, with the weights at `path`: up to `max_tokens` tokens, ending
-    before one of `ends`. At temperature 0 the likeliest token is taken, else see `generate.sampler`."""
+    before one of `ends`. At temperature 0 the likeliest token is taken, else see `generate.sampler`. `tokenizer` is a
+    name that `find_tokenizer` knows."""
 
     path: str
     tokenizer: str
@@ -46,7 +47,7 @@ class Request:
 def answer(request: Request, generator: Generator, say: Callable[[str], None]) -> None:
     """Say what follows the prompt, token by token as far as they make whole characters, and end the line."""
     draws = sampler(request.temperature, request.top_k, request.top_p, request.seed) if request.temperature else greedy
-    text = Detokenizer(load_tokenizer(Path(request.tokenizer)), request.prompt)
+    text = Detokenizer(read_tokenizer(find_tokenizer(request.tokenizer)), request.prompt)
     for token in generator.generate(request.prompt, request.max_tokens, draws, request.ends):
         say(text.add(token))
     say(text.end() + "\n")
