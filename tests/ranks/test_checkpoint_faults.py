@@ -2,6 +2,9 @@
 
 The state here is one number in every element, the step, so that a mixture of two saves cannot hide. PHALANX_KILLS=50
 kills at so many moments instead of ten.
+
+By number (`shared/reference/reliability.md`, section 4): 16, 17, 20, 21 and 22 stand here; 18, 19, 36 and 37 in
+test_checkpoint; 23 and 24 in test_train_command; 25 in test_agent; 41 in test_rundir.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from helpers import run_worlds
+from helpers import RankFailed, run_worlds
 from simulated import engines, pieces_of
 from tiny import tiny_model, tiny_plan
 
@@ -162,13 +165,34 @@ def test_a_rank_that_cannot_write_ends_nothing(tmp_path):
     assert newest(run_dir) == 5
 
 
-def fail(module: object, name: str, numbers: list[int]) -> None:
-    """Let some calls of a function meet a full disk, really: on /dev/full."""
+@pytest.mark.parametrize(("error", "ends"), [(MemoryError(), False), (ZeroDivisionError("of ours"), True)])
+def test_a_writer_that_dies_leaves_the_last_checkpoint(tmp_path, error, ends):
+    """Number 22. The thread that writes is a part of its rank: nobody can kill it alone, but it can fail."""
+    run_dir = RunDir(tmp_path)
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            fail(saver, "write_part", [2], error)
+
+    if ends:
+        with pytest.raises(RankFailed, match="ZeroDivisionError: of ours"):
+            save_steps(run_dir, range(1, 4), prepare)
+        assert newest(run_dir) == 1
+        return
+    said, _ = save_steps(run_dir, range(1, 4), prepare)
+    assert "checkpoint of step 2 NOT saved, training goes on: rank 1: MemoryError" in said
+    assert newest(run_dir) == 3
+
+
+def fail(module: object, name: str, numbers: list[int], error: Exception | None = None) -> None:
+    """Let some calls of a function meet `error`, or a full disk, really: on /dev/full."""
     original, calls = getattr(module, name), []
 
     def call(*args, **kwargs):
         calls.append(None)
         if len(calls) in numbers:
+            if error:
+                raise error
             with open("/dev/full", "wb") as full:
                 full.write(b"x")
         return original(*args, **kwargs)

@@ -59,7 +59,8 @@ class Saver:
     """Saves the live `pieces` of this rank's state together with all other ranks, which make the same calls.
 
     `comm` joins all ranks of the run. `say` is called on rank 0 only, with one line for a person. A save that fails
-    (disk full, folder not writable, …) is said, and the next one tries again.
+    (disk full, folder not writable, no memory, …) is said, and the next one tries again; a mistake of ours is raised on
+    its rank by the call that follows.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Saver:
             return True
         if highest(self._comm, int(write.thread.is_alive()), self._device):
             return False
-        if write.error and not isinstance(write.error, (OSError, CheckpointError)):
+        if write.error and not isinstance(write.error, (OSError, MemoryError, CheckpointError)):
             raise write.error
         problems = agree(self._comm, _text(write.error) if write.error else "", self._device)
         if not problems and not write.publishing:
@@ -240,4 +241,4 @@ class _NoSpaceError(OSError):
 def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+    return str(error) or type(error).__name__
