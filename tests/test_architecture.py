@@ -43,6 +43,7 @@ PUBLIC = [
     "RunDir",
     "RunError",
     "Schedule",
+    "TokenDataset",
     "Trainer",
     "__version__",
     "groups",

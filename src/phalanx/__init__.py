@@ -16,6 +16,7 @@ _HOMES = {
     "phalanx.own.blocks": ("Blocks",),
     "phalanx.own.plan_for": ("plan_for",),
     "phalanx.own.prepare": ("prepare",),
+    "phalanx.own.text": ("TokenDataset",),
     "phalanx.own.trainer": ("Trainer",),
     "phalanx.own.whole": ("module_weights",),
     "phalanx.plan.groups": ("groups",),

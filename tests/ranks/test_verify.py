@@ -148,7 +148,7 @@ def test_a_run_file_is_verified_by_processes_of_its_own(capsys: pytest.CaptureFi
     assert "pipeline 2" in output
     assert "fp64: all" in output
     assert "differ" not in output.replace("difference", "")
-    assert output.count("gradients: model.") > 5  # the worst ten, though all agree
+    assert output.count("gradients: model.") == 3  # the nearest to what is allowed, though all agree
 
 
 def test_where_gpus_are_fewer_than_ranks_the_cpu_is_taken_and_said(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from phalanx.studies.compare import Finding
     from phalanx.studies.verify import Verdict
 
+NUM_WORST, NUM_WORST_FAILED = 3, 10
+"""How many comparisons are shown one by one, those nearest to their allowance; more where some are beyond it."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx verify`."""
@@ -68,7 +71,7 @@ def _show(verdict: Verdict, console: Console) -> None:
         checks.add_row(check, str(len(found)), f"{found[0].error:.1e}", f"{found[0].tolerance:.1e}", outcome)
     for table in (losses, checks):
         console.print("", table)
-    _show_worst(verdict.worst(10), console)
+    _show_worst(verdict.worst(NUM_WORST if verdict.ok else NUM_WORST_FAILED), console)
     number = sum(not finding.ok for finding in verdict.findings)
     what = (
         f"all {len(verdict.findings):,} comparisons agree"

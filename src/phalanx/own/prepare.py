@@ -71,14 +71,15 @@ def prepare(
 
 
 def _once(check: Callable[[], T]) -> T:
-    """What is wrong on all ranks is said once per node; the other ranks there end without a word."""
+    """What is wrong on all ranks is said once per node; the other ranks there end without a word. What the user sees of
+    the traceback is the call, not how we came to refuse it."""
     try:
         return check()
     except InputError as error:
         process = Process.read()
         if process and process.local_rank:
             raise SystemExit(error.exit_code) from error
-        raise
+        raise error.with_traceback(None)  # noqa: B904 (it is the same error)
 
 
 def checked(module: nn.Module, plan: ModulePlan, blocks: Blocks | None, cuts: Mapping[str, str] | None) -> ModulePlan:

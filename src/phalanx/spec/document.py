@@ -76,9 +76,9 @@ def read_text(path: Path, *, asked_at: str = "") -> str:
     """The text of a file, which the user named at the place `asked_at` if another file did. Raises SpecError when it is
     missing, a folder, unreadable or not UTF-8, and for pipes and devices, which may never end."""
     where, name = (asked_at, f"{path} ") if asked_at else (str(path), "")
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise SpecError(f"{name}is no plain file", where=where, instead="write it to a file first")
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise SpecError(f"{name}is no plain file", where=where, instead="write it to a file first")
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         raise SpecError(f"{name}does not exist", where=where, instead=_neighbours(path)) from None
@@ -160,6 +160,8 @@ def _syntax_problem(name: str, text: str, message: str) -> Problem:
     instead = ""
     if re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z][\w./ -]*(#.*)?", line):
         instead = 'text needs quotes: key = "text" (true and false are written small)'
+    if text.lstrip().startswith("{"):
+        instead = "this looks like JSON: a plan.json goes to train, verify and schedule show, a run file is TOML"
     return Problem(what=f"is not TOML: {reason}: {line}", where=f"{name}:{number}", instead=instead)
 
 
