@@ -1,4 +1,5 @@
-"""`phalanx plan`: rank every legal layout for a run file."""
+"""Rank every legal layout for a run file: seconds of a step, memory, and why the first one won. Exit codes: 0 done, 2
+wrong input, or nothing fits."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(as_json(found), indent=1) + "\n")
     elif arguments.explain:
-        sys.stdout.write(explain(found.plans[0]) + "\n")
+        sys.stdout.write(explain(found.plans[0], found.engine) + "\n")
     else:
         _show(found)
     if arguments.html:

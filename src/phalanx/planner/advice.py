@@ -41,7 +41,7 @@ def difference(plan: Plan, winner: Plan) -> str:
 
 
 NAMES = {
-    "tensor": "messages of the tensor axis",
+    "tensor": "messages inside layers",
     "data": "messages of the data axis",
     "pipeline": "waiting in the pipeline",
     "recompute": "computing activations again",

@@ -3,55 +3,23 @@ the formulas with their numbers filled in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
-import numpy as np
-
-from phalanx.plan.groups import AXIS_OF
-from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
-from phalanx.plan.stage_traffic import COMPUTE_BYTES, Message
 from phalanx.plan.stages import split
-from phalanx.plan.traffic import traffic
-from phalanx.planner import network
 from phalanx.planner.advice import NAMES
 from phalanx.planner.compute import peak_flops
+from phalanx.planner.costs import ELEMENT_BYTES
+from phalanx.planner.engine import OURS
 from phalanx.planner.memory import KINDS
+from phalanx.planner.messages import Priced, of_layer, of_step
 from phalanx.units import format_bytes, format_flops_per_s, format_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """A message of one step with the link it crosses and the seconds of all its calls, nothing hidden."""
-
-    message: Message
-    link: str
-    seconds: float
-
-
-def priced(plan: Plan, coord: Coord) -> tuple[Priced, ...]:
-    """All messages of one step of the rank at `coord`, as Traffic lists them."""
-    places = network.placements(plan.cluster, plan.layout)
-    found = []
-    for message in traffic(plan, coord):
-        world = network.placement(plan.cluster, plan.layout.num_ranks, 1)
-        place = places.get(message.group) or places.get(AXIS_OF.get(message.group, ""), world)
-        each = message.payload_bytes / message.count
-        if message.operation in ("send", "recv"):
-            seconds = network.point_to_point_s(plan.cluster, each, place) if each else 0.0
-        else:
-            seconds = network.collective_s(plan.cluster, message.operation, each, place)
-        inside = bool(np.asarray(place.nodes) <= 1)
-        link = plan.cluster.intra_node.name if inside else plan.cluster.inter_node.name
-        found.append(Priced(message=message, link=link, seconds=float(seconds) * message.count))
-    return tuple(found)
-
-
-def explain(plan: Plan) -> str:
-    """Everything about one plan, as text."""
+def explain(plan: Plan, engine_name: str = OURS) -> str:
+    """Everything about one plan that the named engine shall run, as text."""
     assert plan.prediction is not None, "only a plan with a prediction can be explained"
-    sections = (_memory(plan), _time(plan), _messages(plan), _formulas(plan), _assumptions(plan))
+    sections = (_memory(plan), _time(plan), _messages(plan, engine_name), _formulas(plan), _assumptions(plan))
     return "\n\n".join("\n".join(section) for section in ([f"{plan.model.name}: {plan.layout}"], *sections))
 
 
@@ -75,14 +43,27 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"  {format_seconds(seconds):>10} {share:6.1%}  {NAMES.get(kind, kind)}"
 
 
-def _messages(plan: Plan) -> Iterator[str]:
+def _messages(plan: Plan, engine_name: str) -> Iterator[str]:
     assert plan.prediction is not None
+    rows = of_step(plan, engine_name)
     yield "Messages of one step of the first rank, if nothing hid them"
-    if plan.model.num_experts:
-        yield "  not listed for a model with experts; the times above count its all-to-alls too"
+    if not rows:
+        yield "  none"
         return
-    rows = priced(plan, Coord())
-    alike: dict[tuple[str, str, str, float, str], tuple[int, float]] = {}  # chunks of one rank send the same
+    yield from _listed(rows)
+    total, compute = sum(row.seconds for row in rows), plan.prediction.step_s_by_kind["compute"]
+    yield f"  all: {format_seconds(total)}; compute / communication {compute / total:.2f}"
+    layer = of_layer(plan, engine_name)
+    if layer:
+        yield "Messages of one layer and micro-batch, forward and backward"
+        yield from _listed(layer)
+        size, seconds = sum(row.message.payload_bytes for row in layer), sum(row.seconds for row in layer)
+        yield f"  all: {format_bytes(size)}, {format_seconds(seconds)}"
+
+
+def _listed(rows: Iterable[Priced]) -> Iterator[str]:
+    """One line for each kind of message and size; chunks of one rank send the same."""
+    alike: dict[tuple[str, str, str, float, str], tuple[int, float]] = {}
     for row in rows:
         message = row.message
         key = (message.group, message.purpose, message.operation, message.payload_bytes / message.count, row.link)
@@ -90,30 +71,8 @@ def _messages(plan: Plan) -> Iterator[str]:
         alike[key] = count + message.count, seconds + row.seconds
     for (group, purpose, operation, size, link), (count, seconds) in alike.items():
         yield (
-            f"  {group:9} {purpose:28} {count:6} × {operation:14} "
+            f"  {group:13} {purpose:28} {count:6} × {operation:14} "
             f"{format_bytes(size):>10}  {format_seconds(seconds):>10}  {link}"
-        )
-    total, compute = sum(row.seconds for row in rows), plan.prediction.step_s_by_kind["compute"]
-    if not rows:
-        yield "  none"
-        return
-    yield f"  all: {format_seconds(total)}; compute / communication {compute / total:.2f}"
-    inside = [row for row in rows if row.message.purpose.split()[0] in ("attention", "mlp")]
-    if inside:
-        (stage, *_) = split(
-            plan.model, plan.job.seq_len, plan.layout.num_stages, plan.layout.stage_layers, plan.layout.tensor
-        )
-        layers = len(stage.layers) * plan.layout.virtual_stages
-        each = layers * plan.layout.num_micro_batches(plan.job.global_batch)
-        number, size, each_s = (
-            sum(values) / each
-            for values in zip(
-                *((row.message.count, row.message.payload_bytes, row.seconds) for row in inside), strict=True
-            )
-        )
-        yield (
-            f"  of one layer and micro-batch, forward and backward: about {number:.0f} messages, {format_bytes(size)}, "
-            f"{format_seconds(each_s)}"
         )
 
 
@@ -145,7 +104,7 @@ def _formulas(plan: Plan) -> Iterator[str]:
             f"({micro_batches} × {layout.virtual_stages} + {layout.pipeline} - 1) = {bubble:.1%}"
         )
     if layout.tensor > 1:
-        size = COMPUTE_BYTES[job.precision]
+        size = ELEMENT_BYTES[job.precision]
         payload = layout.micro_batch * job.seq_len * model.hidden * size
         yield (
             f"  one tensor-axis message = b s h × {size} bytes = {layout.micro_batch} × {job.seq_len} × "

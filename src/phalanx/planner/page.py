@@ -43,7 +43,7 @@ def page(found: Search) -> str:
         ("Formation", _formation(best)),
         ("Pipeline", _timeline(best, found.engine)),
         ("Time against memory", _front(found.front)),
-        ("In full", f"<pre>{escape(explain(best))}</pre>"),
+        ("In full", f"<pre>{escape(explain(best, found.engine))}</pre>"),
     )
     body = "\n".join(f"<h2>{name}</h2>\n{content}" for name, content in sections)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.plan.layout import Coord
 from phalanx.plan.plan import Plan
 from phalanx.planner.compute import peak_flops
 from phalanx.planner.engine import DEFAULT_LIKELY, engine
-from phalanx.planner.explain import Priced, priced
+from phalanx.planner.messages import Priced, of_layer, of_step
 from phalanx.planner.search import Search
 from phalanx.units import format_bytes, format_seconds
 
@@ -134,9 +133,8 @@ def as_json(found: Search) -> dict[str, Any]:
         "num_fitting": found.num_fitting,
         "num_replayed": found.num_replayed,
         "plans": [_plan(plan, likely) for plan in found.plans],
-        "messages": []
-        if found.plans[0].model.num_experts
-        else [_message(row) for row in priced(found.plans[0], Coord())],
+        "messages": [_message(row) for row in of_step(found.plans[0], found.engine)],
+        "layer_messages": [_message(row) for row in of_layer(found.plans[0], found.engine)],
         "reasons": list(found.reasons),
         "scan": [
             {

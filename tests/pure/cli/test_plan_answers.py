@@ -43,7 +43,7 @@ def test_json_holds_everything(run_file: Path, capsys: pytest.CaptureFixture[str
     assert main(["plan", str(run_file), "--json", "--top", "2"]) == 0
     value = json.loads(capsys.readouterr().out)
     keys = {"engine", "num_layouts", "num_fitting", "num_replayed", "plans", "messages", "reasons", "scan", "front"}
-    keys |= {"rejected"}
+    keys |= {"rejected", "layer_messages"}
     assert set(value) == keys
     best = value["plans"][0]
     assert best["low_s"] < best["step_s"] < best["high_s"] and best["layout"]["tensor"] >= 1

@@ -15,6 +15,7 @@ from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.plan.states import state_bytes
 from phalanx.plan.traffic import traffic
+from phalanx.planner import messages
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate
@@ -83,3 +84,57 @@ def test_priced_messages_are_those_of_traffic(model: ModelSpec) -> None:
                 assert listed[shards, "parameters"] == held * 2
         checked += 1
     assert checked > 100
+
+
+NOT_PRICED = {"loss", "replicated gradients", "head norm gradients", "kv copy gradients", "gradients", "parameters"}
+"""Claimed in another way: losses in chunks, copies not at all, the data axis as the test above compares."""
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_messages_made_for_other_engines_are_those_of_traffic_for_this_one(model: ModelSpec) -> None:
+    for layout in layouts(model)[::3]:
+        plan = Plan(model=model, cluster=CLUSTER, job=SMALL, layout=layout)
+        listed, claimed = (
+            {
+                (message.group, message.purpose, message.operation): (message.count, message.payload_bytes)
+                for message in found
+                if message.purpose not in NOT_PRICED
+            }
+            for found in (traffic(plan, Coord()), messages.Claimed(plan, engine()).step())
+        )
+        if ("tied", "tied gradients", "all_reduce") in listed:
+            del listed["tied", "tied gradients", "all_reduce"], claimed["tied", "tied gradients", "all_reduce"]
+        assert claimed == listed, str(layout)
+
+
+def test_experts_and_context_have_their_messages() -> None:
+    """Each token goes to two experts and back, forward and backward; keys and values go round the context axis, and
+    their gradients as well."""
+    model = replace(LLAMA, num_experts=4, experts_per_token=2)
+    layout = Layout(data=4, context=2, micro_batch=2, zero=1)
+    plan = Plan(model=model, cluster=CLUSTER, job=SMALL, layout=layout)
+    found = {row.message.purpose: row for row in messages.of_step(plan, "megatron-core-2024")}
+    micro_batches, tokens = 2, 2 * SMALL.seq_len // 2
+    times = model.num_layers * micro_batches
+    out = found["tokens of experts"].message
+    assert (out.operation, out.count) == ("all_to_all", 2 * times)
+    assert out.payload_bytes == 2 * times * 2 * tokens * model.hidden * 2
+    assert found["token gradients of experts"].message.payload_bytes == out.payload_bytes
+    there = found["keys and values"].message
+    assert there.payload_bytes == times * 2 * tokens * model.kv_rows * 2
+    assert found["keys and values, gradients"].message.payload_bytes == 2 * there.payload_bytes
+    assert all(row.seconds > 0 and row.link for row in found.values())
+    layer = {row.message.purpose: row for row in messages.of_layer(plan, "megatron-core-2024")}
+    assert layer["tokens of experts"].message.count == 2
+    assert layer["tokens of experts"].seconds == pytest.approx(found["tokens of experts"].seconds / times)
+
+
+def test_messages_of_a_layer_are_its_part_of_the_step() -> None:
+    layout = Layout(tensor=2, pipeline=2, data=2, zero=1, sequence_parallel=True, recompute="full")
+    plan = Plan(model=LLAMA, cluster=CLUSTER, job=SMALL, layout=layout)
+    (group,) = estimate(LLAMA, SMALL, CLUSTER, engine(), of([layout]))
+    each = int(group.footprint.layers[:, 0].sum()) * layout.num_micro_batches(SMALL.global_batch)
+    step = {row.message.purpose: row.message for row in messages.of_step(plan)}
+    for row in messages.of_layer(plan):
+        assert row.message.count * each == step[row.message.purpose].count
+        assert row.message.payload_bytes * each == step[row.message.purpose].payload_bytes

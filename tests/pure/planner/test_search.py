@@ -11,13 +11,14 @@ import pytest
 from planner_cases import CLUSTER, DEVICE, GPT, JOB, LLAMA
 
 from phalanx.errors import LayoutError, SpecError
-from phalanx.plan.layout import Coord, Layout, Recompute
+from phalanx.plan.layout import Layout, Recompute
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.engine import profiles
-from phalanx.planner.explain import explain, priced
+from phalanx.planner.explain import explain
 from phalanx.planner.machinery import NEAR
+from phalanx.planner.messages import of_step
 from phalanx.planner.page import page
 from phalanx.planner.search import glance, predict, search
 from phalanx.planner.summary import as_json, summary
@@ -198,7 +199,7 @@ def test_explain_holds_every_message_and_number() -> None:
     text = explain(plan)
     for word in ("Memory by pipeline rank", "attention input", "activations", "gradients", "loss and norm", "bubble"):
         assert word in text
-    assert sum(row.seconds for row in priced(plan, Coord())) > 0
+    assert sum(row.seconds for row in of_step(plan)) > 0
     wide = replace(SMALL, device=replace(DEVICE, flops_per_s={"fp32": 1e12}))
     single = explain(predict(LLAMA, replace(JOB, precision="fp32"), wide, Layout(tensor=2, data=4)))
     assert "b s h × 4 bytes" in single and "bubble of" not in single
