@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from phalanx.plan.layout import Layout
@@ -53,3 +54,35 @@ def tiny_plan(layout: Layout, model: ModelSpec | None = None, **job: Any) -> Pla
     """A plan of the tiny model and job."""
     cluster = toy_cluster(layout.num_ranks)
     return Plan(model=model or tiny_model(), cluster=cluster, job=tiny_job(**job), layout=layout)
+
+
+RUN_FILE = """\
+[model]
+num_layers = 2
+hidden = 32
+num_heads = 4
+num_kv_heads = 2
+ffn = 64
+vocab = 300
+[job]
+global_batch = 4
+seq_len = 32
+num_steps = {num_steps}
+precision = "fp32"
+[data]
+text = "*.txt"
+[layout]
+tensor = {layout.tensor}
+pipeline = {layout.pipeline}
+data = {layout.data}
+micro_batch = {layout.micro_batch}
+zero = {layout.zero}
+"""
+
+
+def write_run_file(folder: Path, layout: Layout, num_steps: int, more: str = "") -> str:
+    """run.toml in `folder`, for commands, of a tiny model on a text beside it; `more` follows. Returns what it says."""
+    text = RUN_FILE.format(layout=layout, num_steps=num_steps) + more
+    (folder / "run.toml").write_text(text)
+    (folder / "text.txt").write_text("the ranks of a phalanx hold each other's shields; " * 100)
+    return text

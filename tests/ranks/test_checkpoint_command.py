@@ -11,53 +11,23 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny import write_run_file
 
 from phalanx.checkpoint.folder import checkpoints
 from phalanx.errors import InputError
+from phalanx.plan.layout import Layout
 from phalanx.rundir import RunDir
 from phalanx.watch import metrics
 
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
-RUN = """\
-[model]
-name = "tiny"
-num_layers = 2
-hidden = 32
-num_heads = 4
-num_kv_heads = 2
-head_dim = 8
-ffn = 64
-vocab = 300
-max_seq_len = 32
-norm = "rmsnorm"
-activation = "swiglu"
-positions = "rope"
-tied = false
-[job]
-global_batch = 4
-seq_len = 32
-num_steps = 24
-precision = "fp32"
-[data]
-text = "*.txt"
-[layout]
-tensor = 1
-pipeline = 1
-data = 2
-micro_batch = 2
-zero = 1
-[checkpoint]
-every_steps = 2
-keep = 2
-"""
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    Path("run.toml").write_text(RUN)
-    Path("text.txt").write_text("the ranks of a phalanx hold each other's shields; " * 100)
+    often = "[checkpoint]\nevery_steps = 2\nkeep = 2\n"
+    write_run_file(tmp_path, Layout(data=2, micro_batch=2, zero=1), num_steps=24, more=often)
 
 
 def train(folder: str) -> subprocess.Popen:

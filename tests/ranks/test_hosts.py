@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from helpers import run_ranks
 from single import masked_batch, solo_engine
-from tiny import tiny_model, tiny_plan
+from tiny import tiny_model, tiny_plan, write_run_file
 
 from phalanx.errors import CommError
 from phalanx.plan.layout import Layout
@@ -117,29 +117,9 @@ def test_the_end_of_one_host_ends_the_others(tmp_path: Path) -> None:
         assert seconds < 25
 
 
-RUN = """\
-[model]
-name = "tiny"
-num_layers = 2
-hidden = 32
-num_heads = 4
-vocab = 300
-[job]
-global_batch = 4
-seq_len = 32
-num_steps = 1000000
-precision = "fp32"
-[data]
-text = "*.txt"
-[layout]
-data = 2
-"""
-
-
 def test_phalanx_train_on_two_hosts_says_once_who_failed(tmp_path: Path) -> None:
     """Started as torchrun does; rank 1, alone on its host, is killed: rank 0 says so for both."""
-    (tmp_path / "run.toml").write_text(RUN)
-    (tmp_path / "text.txt").write_text("the ranks of a phalanx hold each other's shields; " * 100)
+    write_run_file(tmp_path, Layout(data=2), num_steps=1_000_000)
     program = [str(Path(sys.executable).parent / "phalanx"), "train", "run.toml", "--run-dir", "run"]
     with hosts(2, bits_per_s=BITS_PER_S) as network, contextlib.ExitStack() as stack:
         processes = []

@@ -12,37 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import write_run_file
+
+from phalanx.plan.layout import Layout
 
 BIN = Path(sys.executable).parent
-RUN = """\
-[model]
-name = "tiny"
-num_layers = 2
-hidden = 32
-num_heads = 4
-num_kv_heads = 2
-head_dim = 8
-ffn = 64
-vocab = 300
-max_seq_len = 32
-norm = "rmsnorm"
-activation = "swiglu"
-positions = "rope"
-tied = false
-[job]
-global_batch = 4
-seq_len = 32
-num_steps = 3
-precision = "fp32"
-[data]
-text = "*.txt"
-[layout]
-tensor = 2
-pipeline = 1
-data = 1
-micro_batch = 2
-zero = 0
-"""
 FOREVER = ["--set", "job.num_steps=1000000"]
 
 
@@ -51,20 +25,24 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    Path("run.toml").write_text(RUN)
-    Path("text.txt").write_text("the ranks of a phalanx hold each other's shields; " * 100)
+    write_run_file(tmp_path, Layout(tensor=2, micro_batch=2), num_steps=3)
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=110)
 
 
+def plain() -> str:
+    """What run.toml says without its checkpoints."""
+    return Path("run.toml").read_text().partition("[checkpoint]")[0]
+
+
 def refused_start(start: str, *changes: str) -> str:
     """The complaint about weights to start with, which names their line; no run folder is left."""
-    Path("run.toml").write_text(f'{RUN}[checkpoint]\ninit_from = "{start}"\n')
+    Path("run.toml").write_text(f'{plain()}[checkpoint]\ninit_from = "{start}"\n')
     result = command("phalanx", "train", "run.toml", "--run-dir", "second", *changes)
     assert result.returncode == 2
-    assert f"phalanx: run.toml:{len(RUN.splitlines()) + 2}: checkpoint.init_from: " in result.stderr
+    assert f"phalanx: run.toml:{len(plain().splitlines()) + 2}: checkpoint.init_from: " in result.stderr
     assert not Path("second").exists()
     return result.stderr
 
@@ -74,7 +52,7 @@ def test_weights_that_cannot_be_started_with_are_refused_before_any_process() ->
     for folder in ("nothing", "empty"):
         assert f"{folder}: there are no weights" in refused_start(folder)
     first = ("phalanx", "train", "run.toml", "--run-dir", "first", "--set")
-    Path("run.toml").write_text(RUN)
+    Path("run.toml").write_text(plain())
     assert command(*first, "job.num_steps=1").returncode == 0
     assert "hidden" in refused_start("first", "--set", "model.hidden=64", "--set", "model.head_dim=16")
     refused_start("nothing")
