@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from phalanx.cli.main import COMMANDS, Parser
+from phalanx.cli.commands import COMMANDS
+from phalanx.cli.main import parser_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -45,9 +45,7 @@ def console_commands(document: Path) -> list[list[str]]:
 def test_commands_are_understood(document: Path):
     for _, name, *arguments in console_commands(document):
         assert name in COMMANDS
-        parser = Parser(prog=f"phalanx {name}", allow_abbrev=False)
-        importlib.import_module(f"phalanx.cli.{name}").add_arguments(parser)
-        parser.parse(arguments)
+        parser_of(name).parse(arguments)
 
 
 def test_the_readme_shows_commands():

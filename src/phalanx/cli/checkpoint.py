@@ -1,5 +1,5 @@
-"""`phalanx checkpoint`: which checkpoints there are (list), whether each byte is as it was written (verify), and new
-ones made of them (export, import, average, reshard: see `rewrite`)."""
+"""List checkpoints, verify that each byte is as it was written, or make new ones of them and of Hugging Face folders.
+Exit codes: 0 done, 1 something is damaged, 2 wrong input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         for step, path in locate(arguments.path):
             task = progress.add_task(f"reading {path.name}", total=None)
             on_bytes = functools.partial(progress.advance, task)
-            found.append(survey(step, path, contents=contents, on_bytes=on_bytes))
+            seen = survey(step, path, contents=contents, on_bytes=on_bytes)
+            if path.exists():  # a run that goes on may have deleted it meanwhile: then it is neither whole nor damaged
+                found.append(seen)
             progress.remove_task(task)
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(entry) for entry in found]) + "\n")
@@ -60,7 +62,7 @@ def _show(found: list[Seen], contents: bool) -> None:
 
     from phalanx.units import format_bytes
 
-    rows = [("step", "written", "size", "whole")]
+    rows = [("step", "written (UTC)", "size", "whole")]
     for entry in found:
         whole = "damaged" if entry.problems else "all checksums match" if contents else "all files there"
         written = entry.written_at.replace("T", " ").removesuffix("+00:00")

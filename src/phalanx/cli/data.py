@@ -1,4 +1,5 @@
-"""`phalanx data`: build token files from text, or read a pair of them from end to end and say what it holds."""
+"""Build token files from text, or read a pair of them from end to end and say what it holds. Exit codes: 0 done, 1 the
+model does not have all tokens, 2 wrong input."""
 
 from __future__ import annotations
 

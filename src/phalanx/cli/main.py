@@ -8,6 +8,7 @@ failed, or we did; 128 + n ended by signal n. Each command is a module with `add
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import io
@@ -20,21 +21,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from phalanx.cli.commands import COMMANDS
 from phalanx.errors import InputError, PhalanxError
 from phalanx.spec.schema import nearest
 
-COMMANDS = {
-    "train": "train what a run file or a plan describes, here or as one of the processes of torchrun or srun",
-    "run": "run a Python script that trains a module of your own as several processes here",
-    "verify": "compare a layout with one process: losses, every gradient, copies of weights",
-    "demo": "train a small model on 8 processes and hold its first steps against one process",
-    "plan": "rank every legal layout for a run file",
-    "measure": "measure this machine, for plans that rest on it",
-    "generate": "continue a text with the model of a checkpoint or a Hugging Face folder",
-    "checkpoint": "list, check, rewrite or average checkpoints, export or import Hugging Face folders",
-    "data": "build or inspect token files",
-    "schedule": "draw a pipeline schedule",
-}
+_OF_A_NAME = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+"""What is wrong with a file that the user named, wherever it was first looked at."""
+
+
+class _Help(argparse.HelpFormatter):
+    """Fills paragraphs, and leaves examples in the lines that they are written in."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return super()._fill_text(text, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _drop_output()
             sys.stderr.write(f"phalanx: the output cannot be written: {reason}\n")
             return 3
+        if isinstance(error, OSError) and error.errno in _OF_A_NAME and error.filename is not None:
+            sys.stderr.write(f"phalanx: {error.filename}: {error.strerror}; details in {_log(error)}\n")
+            return 2
         sys.stderr.write(f"phalanx: an error of ours: {type(error).__name__}: {error}; details in {_log(error)}\n")
         return 3
 
@@ -143,17 +147,24 @@ def _run(arguments: Sequence[str]) -> int:
         raise InputError(
             f"unknown {kind} {name}", instead=_instead(name, [*COMMANDS, "--help", "--version"], "phalanx")
         )
-    command = importlib.import_module(f"phalanx.cli.{name}")
-    parser = Parser(prog=f"phalanx {name}", description=command.__doc__)
-    command.add_arguments(parser)
-    exit_code = int(command.run(parser.parse(rest)))
+    exit_code = int(importlib.import_module(f"phalanx.cli.{name}").run(parser_of(name).parse(rest)))
     sys.stdout.flush()  # so that a reader that is gone is noticed here
     return exit_code
 
 
+def parser_of(name: str) -> Parser:
+    """What reads the arguments of a command."""
+    command = importlib.import_module(f"phalanx.cli.{name}")
+    examples = f"examples:\n{COMMANDS[name].examples}"
+    parser = Parser(prog=f"phalanx {name}", description=command.__doc__, epilog=examples, formatter_class=_Help)
+    command.add_arguments(parser)
+    return parser
+
+
 def _help() -> str:
-    lines = [f"  {name:<12}{what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: phalanx COMMAND …, phalanx COMMAND --help, phalanx --version", "", *lines, ""])
+    lines = [f"  {name:<12}{command.what}" for name, command in COMMANDS.items()]
+    usage = "usage: phalanx COMMAND …, phalanx COMMAND --help (with examples), phalanx --version"
+    return "\n".join([usage, "", *lines, ""])
 
 
 def _log(error: Exception) -> str:

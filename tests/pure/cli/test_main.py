@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_plan
 
-from phalanx.cli.main import COMMANDS, main
+from phalanx.cli.commands import COMMANDS
+from phalanx.cli.main import main, parser_of
 from phalanx.data.tokens import TokenWriter
 from phalanx.plan.layout import Layout
 from phalanx.rundir import RunDir
@@ -237,7 +239,14 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str):
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
-    assert f"usage: phalanx {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: phalanx {name}")
+    assert shown.endswith(f"examples:\n{COMMANDS[name].examples}\n")
+    for example in COMMANDS[name].examples.splitlines():
+        words = shlex.split(example)
+        words = words[words.index("phalanx") :]
+        assert words[1] == name
+        parser_of(name).parse(words[2:])
 
 
 def test_errors_of_ours_take_one_line_and_keep_the_traceback(
