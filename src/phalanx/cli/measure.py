@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.cli.inputs import writing
 from phalanx.errors import InputError
-from phalanx.launch.environment import launched
+from phalanx.launch.environment import launched, num_gpus
 from phalanx.launch.script import start_script
 from phalanx.spec.clusters import num_cores
 
@@ -50,8 +50,3 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say(path: Path) -> None:
     sys.stdout.write(f'wrote {path}: [cluster] file = "{path}" in a run file\n')
-
-
-def num_gpus() -> int:
-    """NVIDIA devices of this machine, counted by their files: torch is not loaded here."""
-    return sum(1 for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
