@@ -85,11 +85,6 @@ def format_flops_per_s(flops_per_s: float) -> str:
     return _format(flops_per_s, FLOPS_PER_S)
 
 
-def format_bytes_per_s(bytes_per_s: float) -> str:
-    """A bandwidth in bytes with a decimal prefix: 2.5e10 → "25 GB/s"."""
-    return _format(bytes_per_s, {f"{prefix}B/s": size for prefix, size in _PREFIXES.items()})
-
-
 def _format(value: float, units: Mapping[str, float]) -> str:
     """`value` in the largest unit that leaves at least 1 of it, to three digits (more before the point are kept)."""
     base = min(units, key=lambda unit: abs(units[unit] - 1))

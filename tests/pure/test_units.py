@@ -66,7 +66,6 @@ def test_refused(parse, text, why):
         (units.format_seconds, 1e-12, "0.001 ns"),
         (units.format_seconds, float("inf"), "inf s"),
         (units.format_flops_per_s, 3.12e14, "312 TFLOP/s"),
-        (units.format_bytes_per_s, 2.5e10, "25 GB/s"),
     ],
 )
 def test_printed(format_value, value, text):
@@ -77,7 +76,6 @@ PAIRS = [
     (units.parse_bytes, units.format_bytes, 1.0),
     (units.parse_seconds, units.format_seconds, 1e-9),
     (units.parse_flops_per_s, units.format_flops_per_s, 1.0),
-    (units.parse_bytes_per_s, units.format_bytes_per_s, 1.0),
 ]
 
 

@@ -22,8 +22,6 @@ import numpy.typing as npt
 Integers: TypeAlias = npt.NDArray[np.int64]
 Unsigned: TypeAlias = npt.NDArray[np.uint64]
 
-NUM_ROUNDS = 8  # of 64 bits of key each: one blake2b digest
-
 
 def sample_ids(seed: int, step: int, global_batch: int, num_samples: int) -> Integers:
     """The samples of one optimizer step, in the order of their positions in the global batch: int64 [global_batch]."""
@@ -45,7 +43,7 @@ def in_order(numbers: Integers, num_samples: int, seed: int, stream: int = 0) ->
 def permute(indices: Integers, num_samples: int, seed: int, epoch: int, stream: int = 0) -> Integers:
     """Where the permutation of (seed, epoch, stream) sends `indices` of [0, num_samples): same shape, a bijection."""
     name = f"order {seed} {epoch}" + (f" {stream}" if stream else "")
-    keys = np.frombuffer(hashlib.blake2b(name.encode()).digest(), "<u8")
+    keys = np.frombuffer(hashlib.blake2b(name.encode()).digest(), "<u8")  # 8 of them, one for each round
     num_bits = max(2, (num_samples - 1).bit_length())
     values = _feistel(indices.astype(np.uint64), num_bits, keys)
     outside = np.flatnonzero(values >= num_samples)

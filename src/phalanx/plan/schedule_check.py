@@ -22,7 +22,6 @@ class Proof:
     also be left until the action that needs them, instead of at `walk.receive_points`.
     """
 
-    num_actions: int
     peak_live: tuple[int, ...]
     just_in_time: bool
 
@@ -44,7 +43,6 @@ def check(schedule: Schedule) -> Proof:
     if reason:
         raise ScheduleError(f"{schedule.name}: {reason}")
     return Proof(
-        num_actions=sum(map(len, schedule.actions)),
         peak_live=tuple(schedule.peak_live(coordinate) for coordinate in range(schedule.pipeline)),
         just_in_time=not _stuck(_gaps(schedule, just_in_time(schedule))),
     )

@@ -21,8 +21,6 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
 
-TIME_KINDS = ("compute", "recompute", "tensor", "pipeline", "data", "optimizer", "host")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
@@ -214,7 +212,8 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     gathers = data_axis.gathers(cluster, engine, job.precision, layouts, links["shards"], layer)
     boundary = priced.boundary_bytes / (layouts.tensor if engine.scatter_boundary else 1)
     transfer_s = network.point_to_point_s(cluster, boundary, links["pipeline"])
-    times = timeline.stage_times(priced, per_stage, repeated, gathers, transfer_s, engine)
+    waited = engine.blocking_transfers if layouts.overlap else 1.0
+    times = timeline.stage_times(priced, per_stage, repeated, gathers, transfer_s, engine, waited)
     pipeline_s = np.empty(len(layouts))
     for number in np.unique(layouts.schedule):
         rows = layouts.schedule == number

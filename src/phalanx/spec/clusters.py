@@ -21,8 +21,10 @@ from phalanx.spec.schema import Checker, suggest
 from phalanx.units import parse_flops_per_s
 
 LOCAL = "local"
-MOST_LOCAL = 4096  # processes on this machine
 """The cluster that this machine is."""
+
+MOST_LOCAL = 4096
+"""Processes that one machine can be thought to hold."""
 
 PARTS = ("devices_per_node", "device", "intra_node")
 """What a cluster that is described by its own numbers must give."""

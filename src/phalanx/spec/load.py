@@ -21,7 +21,7 @@ from phalanx.spec.cluster import ClusterSpec, Device
 from phalanx.spec.document import Document
 from phalanx.spec.job import PYTHON_STDLIB, Batch, CheckpointSpec, DataSpec, JobSpec, OptimizerSpec
 from phalanx.spec.model import Layers, ModelSpec
-from phalanx.spec.schema import Checker, Count, Hints, Part, Whole, hints, required, shown, suggest
+from phalanx.spec.schema import Checker, Count, Fraction, Hints, Whole, hints, required, shown, suggest
 
 
 class LayoutKeys(TypedDict, total=False):
@@ -45,7 +45,7 @@ class LayoutKeys(TypedDict, total=False):
     bucket_bytes: Count
     reduce: Literal["fp32", "bf16", "fp16", "powersgd", "top-k"]
     reduce_rank: Count
-    reduce_fraction: Part
+    reduce_fraction: Fraction
     overlap: bool
     tensor_overlap_chunks: Count
 

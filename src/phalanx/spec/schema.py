@@ -65,7 +65,6 @@ Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(at_least=0)]
 Fraction = Annotated[float, Range(above=0, at_most=1)]
 Below1 = Annotated[float, Range(at_least=0, below=1)]
-Part = Annotated[float, Range(above=0, at_most=1)]
 
 
 def hints(cls: type) -> dict[str, Any]:
