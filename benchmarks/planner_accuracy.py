@@ -7,7 +7,6 @@ layouts that did not fit are predicted not to, and how well layouts of one model
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections import Counter, defaultdict
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_fit import leave_one_out, refit
+from planner_fit import Losses, leave_one_out, refit
 from published import Row, read
 from published_machines import runner
 
@@ -308,9 +307,9 @@ def main(arguments: list[str]) -> int:
     result = report(score(rows, skipped=skipped), skipped)
     if options.fit:
         usable = [row for row in rows if row.step_s and row.fits and row.quality in OK and row.source not in UNKNOWABLE]
-        bounded = functools.partial(score, walked=False)
-        left_out = leave_one_out(usable, bounded)
-        result["fit"] = refit(usable, bounded)
+        losses = Losses(usable, score)
+        left_out = leave_one_out(usable, losses)
+        result["fit"] = refit(usable, losses)
         result["leave_one_out"] = {
             name: {**spread(entry["errors"]), "constants": entry["constants"]} for name, entry in left_out.items()
         }

@@ -44,56 +44,87 @@ def with_constants(rows: list[Row], constants: Constants) -> list[Row]:
     return changed
 
 
-def loss(rows: list[Row], constants: Constants, score: Callable[[list[Row]], list[Any]]) -> float:
-    """Mean over sources of the mean |log(predicted / measured)|: a large source weighs as much as a small one."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for entry in score(with_constants(rows, constants)):
-        by_source[entry.row.source].append(abs(float(np.log1p(entry.error))))
-    return float(np.mean([np.mean(errors) for errors in by_source.values()]))
+class Losses:
+    """Mean |log(predicted / measured)| of each source under given constants of its device, computed once.
+
+    Sources are independent of one another, so a fit that leaves one out asks for little that another has not asked for.
+    """
+
+    def __init__(self, rows: list[Row], score: Callable[[list[Row]], list[Any]]) -> None:
+        self.rows: dict[tuple[str, str], list[Row]] = defaultdict(list)
+        for row in rows:
+            if device := device_of(row):
+                self.rows[(row.source, device)].append(row)
+        self.score = score
+        self.known: dict[Any, float] = {}
+
+    def of(self, source: str, device: str, constants: Constants) -> float:
+        """That of the rows of `source` on `device`, thinned."""
+        values = tuple(constants[(device, name)] for name in BOUNDS)
+        key = (source, device, values)
+        if key not in self.known:
+            scored = self.score(with_constants(thin(self.rows[(source, device)]), constants))
+            self.known[key] = float(np.mean([abs(float(np.log1p(entry.error))) for entry in scored]))
+        return self.known[key]
+
+    def mean(self, constants: Constants, without: str | None) -> float:
+        """Mean over all sources but one: a large source weighs as much as a small one."""
+        devices = {device for device, _ in constants}
+        losses = [
+            self.of(source, device, constants)
+            for source, device in self.rows
+            if source != without and device in devices
+        ]
+        return float(np.mean(losses))
+
+
+def device_of(row: Row) -> str | None:
+    """The device whose constants are fitted that the row ran on, if any."""
+    return next((device for device in DEVICES if device in row.cluster.device.name), None)
 
 
 def thin(rows: list[Row]) -> list[Row]:
-    """At most ROWS_PER_SOURCE rows of each source, evenly over its file."""
-    by_source: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_source[row.source].append(row)
-    return [row for members in by_source.values() for row in members[:: -(-len(members) // ROWS_PER_SOURCE)]]
+    """At most ROWS_PER_SOURCE of them, evenly over their file."""
+    return rows[:: -(-len(rows) // ROWS_PER_SOURCE)]
 
 
-def fit(rows: list[Row], start: Constants, score: Callable[[list[Row]], list[Any]], rounds: int = 3) -> Constants:
+def fit(losses: Losses, start: Constants, without: str | None = None, rounds: int = 3) -> Constants:
     """Walk one constant at a time downhill, halving the steps where nothing helps."""
-    best, values = loss(rows, start, score), dict(start)
+    values = dict(start)
+    best = losses.mean(values, without)
     for number in range(rounds):
-        for key in values:
+        for key in start:
             low, high = BOUNDS[key[1]]
             for sign in (1, -1):
                 tried = dict(values)
                 tried[key] = float(np.clip(values[key] + sign * STEPS[key[1]] / 2**number, low, high))
-                found = loss(rows, tried, score)
+                found = losses.mean(tried, without)
                 if found < best:
                     best, values = found, tried
                     break
     return values
 
 
-def leave_one_out(rows: list[Row], score: Callable[[list[Row]], list[Any]]) -> dict[str, Any]:
-    """For each source: constants fitted on all others of its device, and the errors that they leave on it."""
+def leave_one_out(rows: list[Row], losses: Losses) -> dict[str, Any]:
+    """For each source: constants fitted on all others of its devices, and the errors that they leave on it. A source
+    that is the only one of its device is left out of the table: nothing would be fitted."""
     start, result = current(rows), {}
     for source in sorted({row.source for row in rows}):
-        own = [row for row in rows if row.source == source]
-        devices = {device for device in DEVICES for row in own if device in row.cluster.device.name}
-        others = [row for row in rows if row.source != source and any(d in row.cluster.device.name for d in devices)]
+        own = [row for row in rows if row.source == source and device_of(row)]
+        devices = {device_of(row) for row in own}
+        others = {device_of(row) for row in rows if row.source != source}
+        if not own or not devices <= others:
+            continue
         begin = {key: value for key, value in start.items() if key[0] in devices}
-        if others:
-            constants = fit(thin(others), begin, score)
-            held_out = score(with_constants(own, constants))
-            result[source] = {"constants": _words(constants), "errors": [entry.error for entry in held_out]}
+        constants = fit(losses, begin, without=source)
+        held_out = losses.score(with_constants(own, constants))
+        result[source] = {"constants": _words(constants), "errors": [entry.error for entry in held_out]}
     return result
 
 
-def refit(rows: list[Row], score: Callable[[list[Row]], list[Any]]) -> dict[str, float]:
+def refit(rows: list[Row], losses: Losses) -> dict[str, float]:
     """Constants fitted on all rows."""
-    return _words(fit(thin(rows), current(rows), score))
+    return _words(fit(losses, current(rows)))
 
 
 def _words(constants: Constants) -> dict[str, float]:
