@@ -84,8 +84,8 @@ def operation_s(
     depth = operation.k / (operation.k + device.matmul_half_depth)
     usable = np.where(_aligned(operation), peak, min(peak, device.flops_per_s.get("fp32", peak)))
     rate = usable * device.matmul_efficiency * engine.matmul_factor * depth
-    arithmetic_s = operation.flops * wave_quantisation(operation, device) / rate
-    return operation.count * (np.maximum(arithmetic_s, memory_s) + device.kernel_s)
+    arithmetic_s = operation.flops * wave_quantisation(operation, device) / rate  # of all calls
+    return np.maximum(arithmetic_s, operation.count * memory_s) + operation.count * device.kernel_s
 
 
 def total_s(
