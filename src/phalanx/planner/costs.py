@@ -24,6 +24,10 @@ ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an activation: matrix products in fp8 still read and write 16-bit tensors between them."""
 
 
+HALF_BLOCKS = (("qkv", "out"), ("up", "down"))
+"""Products that open and close each half-block."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """Seconds of one block's forward or backward: arithmetic and memory, waiting for the tensor axis, and what of it is
@@ -125,9 +129,13 @@ class _Pricer:
     ) -> None:
         self.cluster, self.device, self.precision, self.engine = cluster, cluster.device, precision, engine
         self.layouts, self.cut, self.tensor, self.tax = layouts, cut, tensor, compute.overlap_tax(cluster.device)
-        payload = cut.tokens * cut.hidden * cut.element
+        self.exposed = 1.0 - engine.tensor_overlap * layouts.overlap
+        payload, self.chunks = cut.tokens * cut.hidden * cut.element, layouts.tensor_overlap_chunks
         self.all_reduce = network.collective_s(cluster, "all_reduce", payload, tensor)
         self.gather = network.collective_s(cluster, "all_gather", payload, tensor)
+        pieces = payload / self.chunks
+        self.all_reduces = self.chunks * network.collective_s(cluster, "all_reduce", pieces, tensor)
+        self.gathers = self.chunks * network.collective_s(cluster, "all_gather", pieces, tensor)
 
     def _experts(self) -> Any:
         """Tokens to their experts and back, forward or backward: two all-to-alls over the ranks that share experts."""
@@ -159,13 +167,12 @@ class _Pricer:
 
     def layer(self, block: Block, context: network.Placement, recompute: Array) -> tuple[Pass, Pass]:
         """Forward and backward of one layer; recompute belongs to backward."""
-        exposed = 1.0 - self.engine.tensor_overlap
         host = self.engine.host_layer_s
         forward_s = self.seconds(block.forward)
         core_s = self.seconds(tuple(op for op in block.forward if op.again))
         backward_s = self.seconds(block.input_gradient, backward=True) + self.seconds(block.weight_gradient)
         ring_f, ring_b = (seconds + self._experts() for seconds in self._ring(block, context))
-        forward_tensor = self.messages(2, 2) * exposed + ring_f
+        forward_tensor = self._forward_tensor(block) + ring_f
         backward_tensor = self._backward_tensor(block, recompute) + ring_b
         full, selective = recompute == memory.FULL, recompute == memory.SELECTIVE
         repeated = np.where(full, forward_s, np.where(selective, core_s, 0.0))
@@ -186,30 +193,55 @@ class _Pricer:
         )
         return forward, backward
 
+    def _forward_tensor(self, block: Block) -> Any:
+        """Waiting for the tensor axis in a layer's forward: half-blocks are opened by gathers and closed by scatters
+        where the sequence is cut, by sums where it is not."""
+        waiting: Any = 0.0
+        for first, last in HALF_BLOCKS:
+            before, behind = (self._named(block.forward, name) for name in (first, last))
+            cut = self._alternating(self.gathers, before) + self._alternating(self.gathers, behind)
+            whole = self._alternating(self.all_reduces, behind)
+            waiting = waiting + np.where(self.layouts.sequence_parallel, cut, whole)
+        return waiting * self.exposed
+
+    def _named(self, work: tuple[operations.Operation, ...], name: str) -> Any:
+        return self.seconds(tuple(op for op in work if op.name == name))
+
+    def _alternating(self, message_s: Any, product_s: Any) -> Any:
+        """What is waited for of messages that alternate with a product, chunk by chunk: one chunk's message or product
+        is alone, and what outlasts the other. Without chunks all of it."""
+        if self.chunks == 1 or not self.layouts.overlap:
+            return message_s
+        both = np.maximum(message_s, product_s) + np.minimum(message_s, product_s) / self.chunks
+        return np.maximum(self.tax * message_s, both - product_s)
+
     def _backward_tensor(self, block: Block, recompute: Array) -> Any:
         """Waiting for the tensor axis in a layer's backward.
 
         The gradient of the input of qkv and of up is summed beside their own weight gradient, if the engine does that;
         with the sequence cut, gradients into out and down are gathered in the open, and inputs gathered again beside
-        the input gradients.
+        the input gradients. Chunks of the sums, and of those gathers, alternate with the products.
         """
-        gather_exposed = self.gather * (1.0 - self.engine.tensor_overlap)
-        sums: Any = np.where(self.layouts.sequence_parallel, self.gather, self.all_reduce)
+        sums: Any = np.where(self.layouts.sequence_parallel, self.gathers, self.all_reduces)
         kernels = self.engine.kernels
         dropped = (recompute == memory.SELECTIVE) & (kernels.selective == "cheap")
         again = np.where(dropped, 1.0, 1.0 - kernels.keep_gathered)
         waiting: Any = 0.0
-        for name in ("qkv", "up"):
-            weight = self.seconds(tuple(op for op in block.weight_gradient if op.name == f"{name} weight gradient"))
-            inputs = self.seconds(tuple(op for op in block.input_gradient if op.name == f"{name} input gradient"))
-            alone = sums * (1.0 - self.engine.tensor_overlap)
-            waiting = waiting + (self._behind(sums, weight) if self.engine.async_gradients else alone)
-            gathered = gather_exposed + again * self._behind(self.gather, inputs)
+        for first, last in HALF_BLOCKS:
+            weight = self._named(block.weight_gradient, f"{first} weight gradient")
+            inputs, before = (self._named(block.input_gradient, f"{name} input gradient") for name in (first, last))
+            left = self._alternating(sums, inputs)
+            alone, beside = left * self.exposed, np.maximum(self.tax * sums, left - weight)
+            waiting = waiting + (beside if self.engine.async_gradients and self.layouts.overlap else alone)
+            opened = self._alternating(self.gathers, before) * self.exposed
+            gathered = opened + again * self._behind(self.gather, inputs)
             waiting = waiting + np.where(self.layouts.sequence_parallel, gathered, 0.0)
         return waiting
 
     def _behind(self, message_s: Any, beside_s: Any) -> Any:
         """What a message costs that runs beside compute: what it takes longer, and at least its tax on that compute."""
+        if not self.layouts.overlap:
+            return message_s
         return np.maximum(self.tax * message_s, message_s - beside_s)
 
     def _ring(self, block: Block, context: network.Placement) -> tuple[Any, Any]:

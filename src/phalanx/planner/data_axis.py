@@ -50,7 +50,7 @@ def gathers(
     return Gathers(
         forward_s=np.where(third, forward, 0.0),
         backward_s=np.where(third, forward + scatter, 0.0),
-        tax=compute.overlap_tax(cluster.device),
+        tax=compute.overlap_tax(cluster.device) if layouts.overlap else 1.0,
     )
 
 

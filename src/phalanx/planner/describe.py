@@ -64,7 +64,7 @@ def by_kind(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: 
         for kind in kinds:
             kinds[kind] += weight * micro_batches * _at(getattr(part, f"{kind}_s"), index)
     kinds["host and gathers"] = max(0.0, float(work[at]) - sum(kinds.values()))
-    kinds["pipeline"] = pipeline_s - float(work[at])
+    kinds["pipeline"] = max(0.0, pipeline_s - float(work[at]))
     tail = float(group.tail_s[index])
     kinds["data"] = min(tail, _at(group.tail.exposed_s[:, at], index))
     kinds["optimizer"] = tail - kinds["data"]

@@ -42,13 +42,13 @@ class StageTimes:
 
 
 def stage_times(
-    costs: Costs, layers: Array, repeated: Array, gathers: Gathers, transfer_s: Array, engine: Engine
+    costs: Costs, layers: Array, repeated: Array, gathers: Gathers, transfer_s: Array, engine: Engine, waited: float
 ) -> StageTimes:
     """`layers`: how many layers each stage holds, [stages], of which it recomputes `repeated`, [layouts, stages]; the
     embedding is on the first, the head on the last.
 
-    A layer whose parameters are gathered one ahead takes at least as long as the messages beside it. Where the engine
-    waits for its transfers, sender and receiver lose their time.
+    A layer whose parameters are gathered one ahead takes at least as long as the messages beside it. Sender and
+    receiver lose the `waited` share of a transfer's time.
     """
     first, last = np.zeros(len(layers)), np.zeros(len(layers))
     first[0], last[-1] = 1, 1
@@ -66,12 +66,12 @@ def stage_times(
     backward = stage(plain, costs.embedding_backward.total_s, costs.head_backward.total_s)
     backward = backward + np.asarray(again - plain)[:, None] * repeated
     weight = stage(costs.layer_weight_s, costs.embedding_backward.total_s, 0.0 * transfer_s)
-    waits = engine.blocking_transfers * np.asarray(transfer_s)[:, None] if len(layers) > 1 else 0.0
+    waits = waited * np.asarray(transfer_s)[:, None] if len(layers) > 1 else 0.0
     return StageTimes(
         forward_s=forward + engine.host_micro_batch_s + waits * (1.0 - last),
         backward_s=backward + waits * (1.0 - first),
         weight_s=weight,
-        transfer_s=np.asarray(transfer_s) * (1.0 - engine.blocking_transfers),
+        transfer_s=np.asarray(transfer_s) * (1.0 - waited),
     )
 
 

@@ -21,6 +21,7 @@ from phalanx.planner import memory
 from phalanx.planner.advice import step_s
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
+from phalanx.planner.machinery import NEAR
 from phalanx.planner.search import predict, search
 from phalanx.spec import models
 
@@ -107,8 +108,11 @@ def test_the_search_misses_no_way_to_lay_experts_out() -> None:
                 tried.append(predict(EXPERTS, job, MACHINE, layout, engine_name=ENGINE))
     assert found.num_fitting == len(tried)
     assert {plan.layout.expert_group for plan in tried} == {0, 1, 2, 4}
-    best = sorted(step_s(plan) for plan in tried)[:3]
-    assert [step_s(plan) for plan in found.plans] == pytest.approx(best)
+    best = sorted(step_s(plan) for plan in tried)
+    first, *others = map(step_s, found.plans)
+    assert first <= (1 + NEAR) * best[0]  # by its machinery: test_search
+    best.remove(min(best, key=lambda seconds: abs(seconds - first)))
+    assert others == pytest.approx(best[:2])
 
 
 def test_fewer_ranks_for_experts_mean_shorter_ways_and_more_to_hold() -> None:
