@@ -56,6 +56,18 @@ class RunDir:
             except OSError as error:
                 raise _not_writable(path, error) from error
 
+    def check(self) -> None:
+        """See that the folder is there or could be made, without making it. Raises InputError if not."""
+        path = self.path.absolute()
+        try:
+            nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+            if not nearest.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            if not os.access(nearest, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
+
     def create(self) -> None:
         """Make the folder and its sub-folders. Raises InputError if that is not possible."""
         try:

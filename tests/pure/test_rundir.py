@@ -50,6 +50,16 @@ def test_folder_that_cannot_be_made_is_wrong_input(tmp_path: Path):
             make()
 
 
+def test_whether_a_folder_can_be_made_is_known_without_making_it(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / ("a" * 300), Path("/proc/self/run")):
+        with pytest.raises(InputError, match="cannot write the run folder"):
+            RunDir(path).check()
+    for path in (tmp_path, tmp_path / "new" / "run"):
+        RunDir(path).check()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_forget_keeps_logs_and_checkpoints(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     run_dir.create()

@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _plan(arguments, None)
     environment.check_alone(plan.layout.num_ranks, plan.cluster.devices_per_node)
     given = RunDir(arguments.run_dir) if arguments.run_dir else None
+    if given:
+        given.check()
     check_start(plan, arguments.run, arguments.overrides, given)
     plan = with_data(plan)  # last, as building token files may take long
     run_dir = given or RunDir.default(plan.model.name)
@@ -67,6 +69,7 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
     try:
         plan = _plan(arguments, launched)
         folder = arguments.run_dir or Path("runs") / environment.run_name(launched, file_name(plan.model.name))
+        RunDir(folder).check()
         check_start(plan, arguments.run, arguments.overrides, RunDir(folder))
         plan = with_data(plan, quiet=launched.local_rank > 0)
         if launched.port:

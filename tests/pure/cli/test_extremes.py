@@ -87,3 +87,34 @@ def test_an_output_that_takes_nothing_is_said(arguments: list[str]):
 def test_an_unknown_engine_is_told_the_nearest(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "run.toml", "--engine", "torchtitn"]) == 2
     assert 'unknown engine "torchtitn"\n    → did you mean torchtitan? known: ' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "plan LONG.toml",
+        "train LONG.json",
+        "plan run.toml -o LONG.json",
+        "plan run.toml --set cluster.file=LONG",
+        "plan model.toml --set model.hf=LONG",
+        "train run.toml --set data.text=LONG",
+        "train data.toml --set data.path=LONG",
+        "train data.toml --set data.validation_path=LONG --set data.path=LONG",
+        "train run.toml --resume LONG",
+        "train run.toml --set checkpoint.init_from=LONG",
+        "train run.toml --run-dir LONG",
+        "run --ranks 2 LONG",
+        "checkpoint list LONG",
+        "data inspect LONG",
+        "data build --tokenizer LONG run.toml",
+        "data build --vocab 300 LONG",
+        "data build --vocab 300 run.toml -o LONG",
+    ],
+)
+def test_names_longer_than_names_can_be_are_wrong_input(arguments: str, capsys: pytest.CaptureFixture[str]):
+    Path("model.toml").write_text(RUN.replace('name = "gpt2"', ""))
+    Path("data.toml").write_text(RUN.replace('text = "python-stdlib"', ""))
+    assert main(arguments.replace("LONG", "a" * 300).split()) == 2
+    said = capsys.readouterr().err
+    assert "an error of ours" not in said
+    assert "File name too long" in said or "no input" in said
