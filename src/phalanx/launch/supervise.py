@@ -14,8 +14,9 @@ from phalanx.errors import RunError
 from phalanx.plan.layout import Layout
 from phalanx.rundir import RunDir, write_whole
 from phalanx.units import format_bytes
-from phalanx.watch.events import in_words, ranks_in_words, read_ring
+from phalanx.watch.events import in_words, read_ring
 from phalanx.watch.outcomes import Ending, Outcome, read_endings, signal_in_words
+from phalanx.watch.ranks import ranks_in_words
 
 _NUM_LAST_LINES = 12
 _NUM_LAST_RECORDS = 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from phalanx.rundir import RunDir
-from phalanx.watch.events import ranks_in_words
+from phalanx.watch.ranks import ranks_in_words
 
 # Python's warnings and logging, and the lines of torch's native code ("[W1129 15:55:30 …").
 _WARNING = re.compile(rb"\w*Warning: |\bWARNING\b|^\[W\d+ ")

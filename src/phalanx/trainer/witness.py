@@ -12,7 +12,8 @@ from phalanx.errors import RunError
 from phalanx.plan.comm import Group
 from phalanx.trainer.comm import Call
 from phalanx.watch.events import Call as Record
-from phalanx.watch.events import RingState, in_words, process_status, ranks_in_words, read_ring
+from phalanx.watch.events import RingState, in_words, process_status, read_ring
+from phalanx.watch.ranks import ranks_in_words
 
 _COUNTERPART = {"send": "recv", "recv": "send"}
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import RunError
+from phalanx.watch.ranks import as_ranges, from_ranges, ranks_in_words
 
 NUM_CALLS = 128
 _MAGIC = b"PHXRING1"
@@ -158,7 +159,7 @@ class RingWriter:
         self, group: str, members: Sequence[int], operation: str, purpose: str, reduce_op: str = "", dtype: str = ""
     ) -> int:
         """Intern what is the same in every call made from one place; `begin` takes the number."""
-        return self.intern(_SEPARATOR.join((group, _ranges(members), operation, purpose, reduce_op, dtype)))
+        return self.intern(_SEPARATOR.join((group, as_ranges(members), operation, purpose, reduce_op, dtype)))
 
     def beat(self) -> None:
         """Say that the rank is alive, and where: `step`, `micro_batch` (-1: none) and `phase` (an interned string)."""
@@ -296,12 +297,6 @@ def process_status(pid: int) -> str:
     return names.get(stat.rpartition(")")[2].split()[0], "sleeping")
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """As `2, 3`; long lists as ranges: `0-63`, `0-62 by 2`."""
-    text = ",".join(map(str, ranks)) if len(ranks) <= 8 else _ranges(ranks)
-    return text.replace(":", " by ").replace(",", ", ")
-
-
 def _create(path: Path) -> mmap.mmap:
     """A new file of zeros under a name of its own, renamed to `path`: a reader of the old file keeps the old one."""
     beside = path.with_suffix(f".{os.getpid()}")
@@ -353,7 +348,7 @@ def _read_calls(data: bytes, text: dict[int, str]) -> list[Call]:
             Call(
                 number=number,
                 group=group,
-                members=_members(members),
+                members=from_ranges(members),
                 operation=operation,
                 purpose=purpose,
                 reduce_op=reduce_op,
@@ -371,29 +366,3 @@ def _read_calls(data: bytes, text: dict[int, str]) -> list[Call]:
             )
         )
     return calls
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """`0-6:2,9` for 0, 2, 4, 6, 9: groups of thousands of ranks stay short."""
-    parts, start = [], 0
-    while start < len(ranks):
-        stop = start + 1
-        step = ranks[stop] - ranks[start] if stop < len(ranks) else 0
-        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
-            stop += 1
-        if stop - start <= 2:
-            stop = start + 1
-            parts.append(str(ranks[start]))
-        else:
-            parts.append(f"{ranks[start]}-{ranks[stop - 1]}" + (f":{step}" if step != 1 else ""))
-        start = stop
-    return ",".join(parts)
-
-
-def _members(text: str) -> tuple[int, ...]:
-    members: list[int] = []
-    for part in filter(None, text.replace("?", "").split(",")):
-        first, dash, rest = part.partition("-")
-        last, _, step = rest.partition(":")
-        members += range(int(first), int(last) + 1, int(step or 1)) if dash else [int(first)]
-    return tuple(members)

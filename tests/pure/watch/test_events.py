@@ -8,8 +8,6 @@ import sys
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from phalanx.errors import RunError
 from phalanx.watch import events
@@ -19,7 +17,6 @@ from phalanx.watch.events import (
     copy_ring,
     in_words,
     process_status,
-    ranks_in_words,
     read_ring,
     remove_dead_rings,
     ring_path,
@@ -187,16 +184,3 @@ def test_only_rings_without_writer_and_reader_are_removed(tmp_path, monkeypatch)
     for ring in (mine, orphan, read_later):
         ring.close()
     assert not list(tmp_path.glob("*.ring"))
-
-
-@given(st.lists(st.integers(0, 200), unique=True).map(sorted))
-def test_members_survive_whatever_their_pattern(ranks):
-    assert events._members(events._ranges(ranks)) == tuple(ranks)
-
-
-def test_long_lists_of_ranks_are_short():
-    assert ranks_in_words([2, 3]) == "2, 3"
-    assert ranks_in_words(range(64)) == "0-63"
-    assert ranks_in_words(range(0, 64, 2)) == "0-62 by 2"
-    assert ranks_in_words(range(0, 256, 16)) == "0-240 by 16"
-    assert len(events._ranges(range(0, 4096, 8))) < 12
