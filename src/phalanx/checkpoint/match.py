@@ -64,6 +64,8 @@ def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
 def check_tensors(manifest: Manifest, plan: Plan | ModulePlan, pieces: Iterable[Piece], where: str) -> None:
     """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
     dtypes = {(piece.kind, piece.parameter.name): DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
+    if not dtypes:  # as on a pipeline rank without layers, which cannot tell what kinds there are; others can
+        return
     expected = expected_tensors(plan, dict.fromkeys(kind for kind, _ in dtypes))
     stored: dict[tuple[str, str], Stored] = {
         (entry.kind, entry.name): entry for entry in manifest.tensors if entry.kind != REDUCTION
