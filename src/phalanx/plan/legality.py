@@ -276,12 +276,14 @@ def _batch(job: JobSpec, layout: Layout) -> Iterator[Problem]:
     if job.global_batch % unit == 0:
         return
     instead = f"job.global_batch = {_multiples_near(job.global_batch, unit)}"
-    if job.global_batch % layout.data == 0:
-        fitting = _divisors_near(job.global_batch // layout.data, layout.micro_batch)
-        instead += f", or micro_batch = {_listed(fitting)}"
+    if job.global_batch % layout.data:
+        parts = job.global_batch // math.gcd(job.global_batch, layout.micro_batch)
+        key, fitting = "data", _divisors_near(parts, layout.data)
+    else:
+        key, fitting = "micro_batch", _divisors_near(job.global_batch // layout.data, layout.micro_batch)
     cut = f"micro-batch {layout.micro_batch} × data {layout.data} = {unit}"
     what = f"{cut} does not divide global batch {job.global_batch}"
-    yield _problem("micro_batch", what, instead)
+    yield _problem(key, what, f"{instead}, or {key} = {_listed(fitting)}")
 
 
 def _devices(cluster: ClusterSpec, layout: Layout) -> Iterator[Problem]:

@@ -59,7 +59,7 @@ def reasons(
     winner = plans[0]
     assert winner.prediction is not None
     words = ["[layout] gives the axes; the rest is chosen" if given else _shape(winner), _time(winner)]
-    words += _simpler(winner, fastest)
+    words += _idle(winner) + _simpler(winner, fastest)
     for entry in scan:
         if entry.plan is not None and entry.tensor != winner.layout.tensor:
             words.append(_compared(entry))
@@ -78,6 +78,12 @@ def _compared(entry: Scanned) -> str:
     if entry.plan is not None and entry.slower < 0:
         return f"tensor {entry.tensor} gains {-entry.slower:.1%} at most, with more machinery: {entry.plan.layout}"
     return f"tensor {entry.tensor} loses {entry.slower:.1%}: {entry.because}"
+
+
+def _idle(plan: Plan) -> list[str]:
+    """Said where [layout] asks for fewer ranks than there are devices."""
+    used, there = plan.layout.num_ranks, plan.cluster.num_devices
+    return [f"{there - used} of {there} devices stay idle: [layout] leaves no way to use them"] if used < there else []
 
 
 def _simpler(first: Plan, fastest: Plan) -> list[str]:

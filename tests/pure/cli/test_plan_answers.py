@@ -64,6 +64,7 @@ def test_explain_page_and_plan(run_file: Path, tmp_path: Path, capsys: pytest.Ca
     ("overrides", "words"),
     [
         (["layout.tensor=3"], ["tensor 3 does not divide 32 query heads", "tensor = 1"]),
+        (["layout.data=3"], ["--set layout.data=3: ", "job.global_batch = 63 or 66, or data = 2 or 4"]),
         (["layout.micro_batch=7"], ["does not divide global batch 64", "micro_batch = "]),
         (["cluster.num_nodes=1", "job.seq_len=1048576"], ["GiB of", "activations", "num_nodes = "]),
         (["job.global_batch=-4"], ["global_batch"]),

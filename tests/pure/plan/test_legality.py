@@ -116,9 +116,18 @@ REFUSED = {
         Layout(data=16),
         {},
         (
-            "layout.micro_batch",
+            "layout.data",
             "micro-batch 1 × data 16 = 16 does not divide global batch 8",
-            "job.global_batch = 16",
+            "job.global_batch = 16, or data = 8",
+        ),
+    ),
+    "data that micro-batches leave no room for": (
+        Layout(data=3, micro_batch=2),
+        {},
+        (
+            "layout.data",
+            "micro-batch 2 × data 3 = 6 does not divide global batch 8",
+            "job.global_batch = 6 or 12, or data = 2 or 4",
         ),
     ),
     "devices": (
@@ -277,7 +286,7 @@ def test_an_unknown_schedule_gets_the_nearest_name():
 def test_all_problems_come_at_once():
     layout = Layout(tensor=3, pipeline=5, data=3, micro_batch=2)
     where = [problem.where for problem in problems(MODEL, JOB, CLUSTER, layout)]
-    assert sorted(set(where)) == ["layout.data", "layout.micro_batch", "layout.pipeline", "layout.tensor"]
+    assert sorted(set(where)) == ["layout.data", "layout.pipeline", "layout.tensor"]
 
 
 @pytest.mark.parametrize(

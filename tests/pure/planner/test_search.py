@@ -131,6 +131,10 @@ def test_given_keys_are_kept() -> None:
     assert {(p.layout.tensor, p.layout.micro_batch, p.layout.zero) for p in found.plans} == {(2, 3, 1)}
 
 
+def test_devices_that_stay_idle_are_counted() -> None:
+    assert any(text.startswith("2 of 8 devices stay idle") for text in search(LLAMA, JOB, SMALL, {"data": 3}).reasons)
+
+
 def test_stage_layers_are_kept() -> None:
     found = search(LLAMA, JOB, SMALL, {"pipeline": 2, "stage_layers": (4, 3)})
     assert {plan.layout.stage_layers for plan in found.plans} == {(4, 3)}
