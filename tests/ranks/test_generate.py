@@ -202,4 +202,4 @@ def test_wrong_input(run_folder, capsys, tmp_path):
     assert main(["generate", path, "x"]) == 2
     assert "there is no tokenizer" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "nothing"), "x"]) == 2
-    assert "there are no weights" in capsys.readouterr().err
+    assert "nothing: there is no such folder" in capsys.readouterr().err

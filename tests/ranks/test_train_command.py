@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tiny import write_run_file
 
+from phalanx.cli.main import main
 from phalanx.plan.layout import Layout
 
 BIN = Path(sys.executable).parent
@@ -37,25 +38,27 @@ def plain() -> str:
     return Path("run.toml").read_text().partition("[checkpoint]")[0]
 
 
-def refused_start(start: str, *changes: str) -> str:
+def refused_start(capsys: pytest.CaptureFixture[str], start: str, *changes: str) -> str:
     """The complaint about weights to start with, which names their line; no run folder is left."""
     Path("run.toml").write_text(f'{plain()}[checkpoint]\ninit_from = "{start}"\n')
-    result = command("phalanx", "train", "run.toml", "--run-dir", "second", *changes)
-    assert result.returncode == 2
-    assert f"phalanx: run.toml:{len(plain().splitlines()) + 2}: checkpoint.init_from: " in result.stderr
+    assert main(["train", "run.toml", "--run-dir", "second", *changes]) == 2
+    complaint = capsys.readouterr().err
+    assert f"phalanx: run.toml:{len(plain().splitlines()) + 2}: checkpoint.init_from: " in complaint
     assert not Path("second").exists()
-    return result.stderr
+    return complaint
 
 
-def test_weights_that_cannot_be_started_with_are_refused_before_any_process() -> None:
+def test_weights_that_cannot_be_started_with_are_refused_before_any_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("empty").mkdir()
-    for folder in ("nothing", "empty"):
-        assert f"{folder}: there are no weights" in refused_start(folder)
+    for folder, wrong in (("nothing", "there is no such folder"), ("empty", "there are no weights")):
+        assert f"{folder}: {wrong}" in refused_start(capsys, folder)
     first = ("phalanx", "train", "run.toml", "--run-dir", "first", "--set")
     Path("run.toml").write_text(plain())
     assert command(*first, "job.num_steps=1").returncode == 0
-    assert "hidden" in refused_start("first", "--set", "model.hidden=64", "--set", "model.head_dim=16")
-    refused_start("nothing")
+    assert "hidden" in refused_start(capsys, "first", "--set", "model.hidden=64", "--set", "model.head_dim=16")
+    refused_start(capsys, "nothing")
     again = command(*first, "job.num_steps=2")
     assert again.returncode == 0, again.stderr  # what a run goes on from comes before what it could start with
 

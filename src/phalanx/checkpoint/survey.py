@@ -39,7 +39,8 @@ def locate(path: Path) -> list[tuple[int, Path]]:
             found = [(0, path)]
     if not found:
         instead = "the folder of a run, or of one checkpoint"
-        raise InputError(f"there is no checkpoint in {path}", instead=instead)
+        what = f"there is no checkpoint in {path}" if path.exists() else f"there is no {path}"
+        raise InputError(what, instead=instead)
     return found
 
 

@@ -53,7 +53,8 @@ def open_weights(path: Path, like: ModelSpec | None = None) -> Weights:
     found = folders.find(RunDir(path).checkpoints)
     if found is None:
         instead = "the folder of a checkpoint, of a run that has one, or of a Hugging Face model"
-        raise CheckpointError("there are no weights", where=str(path), instead=instead)
+        what = "there are no weights" if path.exists() else "there is no such folder"
+        raise CheckpointError(what, where=str(path), instead=instead)
     return _of_checkpoint(found.path, like)
 
 

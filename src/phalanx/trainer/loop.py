@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -113,7 +114,7 @@ def _train_on(source: Batches, world: World, plan: Plan, run_dir: RunDir) -> Non
         world.recorder.phase = "checkpoint"
         if stop.agreed and number + 1 < job.num_steps:
             continuation.finish(number + 1)
-            stopped = stop.leave(number + 1, f"the same command with --run-dir {run_dir.path}")
+            stopped = stop.leave(number + 1, f"the same command with --run-dir {shlex.quote(str(run_dir.path))}")
             if world.rank == 0:
                 _say(str(stopped))
             raise stopped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zlib
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_plan
 
+from phalanx.checkpoint import survey
 from phalanx.checkpoint.manifest import MANIFEST, PLAN, Manifest, StoredFile
 from phalanx.cli.main import main
 from phalanx.plan.layout import Layout
@@ -62,6 +64,12 @@ def test_verify_finds_what_list_cannot_see(run_dir, capsys):
     assert "damaged" in said and "step-000020/state: bytes 0 to 3,000" in said
 
 
+def test_what_a_run_deletes_meanwhile_is_not_damaged(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(survey, "check_contents", lambda path, *_: shutil.rmtree(path) or [f"{path}: gone"])
+    assert main(["checkpoint", "verify", str(run_dir.checkpoints)]) == 0
+    assert "gone" not in capsys.readouterr().out
+
+
 def test_list_shows_what_is_cut_or_unfinished(run_dir, capsys):
     (run_dir.checkpoint(20) / "state").write_bytes(b"")
     (run_dir.checkpoint(10) / MANIFEST).unlink()
@@ -79,10 +87,10 @@ def test_json_has_it_all(run_dir, capsys):
     assert oldest["num_bytes"] > 3000 and oldest["layout"].startswith("tensor 2")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "."])
-def test_no_checkpoint_is_wrong_input(tmp_path, capsys, name):
+@pytest.mark.parametrize(("name", "said"), [("nowhere", "there is no /"), (".", "there is no checkpoint in")])
+def test_no_checkpoint_is_wrong_input(tmp_path, capsys, name, said):
     assert main(["checkpoint", "list", str(tmp_path / name)]) == 2
-    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_neither_loads_torch(run_dir):
