@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,19 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are forked from this process instead of the agent."""
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
+    """Ranks are forked from this process instead of the agent; the environments that they were to have."""
+    environments = []
 
     def start(plan_path: Path, run_dir: RunDir, entry: str, environ: Mapping[str, str]) -> Result:
-        assert entry == verify.WORKER and not environ
+        assert entry == verify.WORKER
+        environments.append(environ)
         plan = Plan.read(plan_path)
         run_worlds(plan.layout, record_in, plan, run_dir, model=plan.model)
         return Result(exit_code=0)
 
     monkeypatch.setattr(runs.local, "start", start)
+    return environments
 
 
 def run(plan: Plan, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict]:
@@ -96,7 +100,7 @@ def failed(answer: dict) -> set[str]:
     return {finding["check"] for finding in answer["findings"] if not finding["ok"]}
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("plant", PLANTS)
 def test_every_planted_mistake_is_found(
     plant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -126,9 +130,8 @@ SOUND = {
 }
 
 
-@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("case", SOUND)
-def test_what_is_right_passes(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_right_passes(case: str, forked: list[Mapping[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
     layout, model, precision = SOUND[case]
     data = DataSpec(path="tokens", documents="separate" if case == "separate documents" else "joined")
     code, answer = run(small_plan(layout, model, precision=precision, data=data), capsys)
@@ -136,37 +139,32 @@ def test_what_is_right_passes(case: str, capsys: pytest.CaptureFixture[str]) -> 
     compared = {finding["name"].split(" ")[0] for finding in answer["findings"] if finding["check"] == "gradients"}
     assert compared == {piece.parameter.name for b in rank_buffers(model, Layout(), Coord(), 16) for piece in b.pieces}
     assert len(answer["losses"]) == 3
+    assert forked == [{}, {}]
 
 
 def test_a_run_file_is_verified_by_processes_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text(
-        '[model]\nname = "tiny"\nvocab = 250\n[job]\nglobal_batch = 4\nseq_len = 16\nnum_steps = 9\n'
-        'precision = "fp32"\n[data]\npath = "tokens"\n[layout]\ntensor = 1\npipeline = 2\ndata = 1\nmicro_batch = 1\n'
+        '[model]\nname = "tiny"\nvocab = 300\n[job]\nglobal_batch = 4\nseq_len = 16\nnum_steps = 9\n'
+        'precision = "fp32"\n[data]\npath = "elsewhere"\n[layout]\ntensor = 1\npipeline = 2\ndata = 1\nmicro_batch = 1\n'
     )
-    assert main(["verify", "run.toml", "--steps", "2", "--set", "job.precision=fp64"]) == 0
+    Path("here.txt").write_text("".join(f"{number} of many lines\n" for number in range(400)))
+    assert main(["verify", "run.toml", "--text", "*.txt", "--steps", "2", "--set", "job.precision=fp64"]) == 0
     output = capsys.readouterr().out
     assert "pipeline 2" in output
     assert "fp64: all" in output
     assert "differ" not in output.replace("difference", "")
-    assert output.count("gradients: model.") == 3  # the nearest to what is allowed, though all agree
+    nearest = re.findall(r"^ *\d\.\de[-+]\d\d  \d\.\de[-+]\d\d\b", output, re.MULTILINE)
+    assert len(nearest) == 3  # to what is allowed, though all agree
 
 
 def test_where_gpus_are_fewer_than_ranks_the_cpu_is_taken_and_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, forked: list[Mapping[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(environment, "num_gpus", lambda: 1)
-    seen, start = [], runs.local.start
-
-    def spy(plan_path: Path, run_dir: RunDir, entry: str, environ: Mapping[str, str]) -> Result:
-        seen.append(environ)
-        return start(plan_path, run_dir, entry, environ)
-
-    monkeypatch.setattr(runs.local, "start", spy)
     small_plan(Layout(data=2), LLAMA).write(Path("plan.json"))
     assert main(["verify", "plan.json"]) == 0
     assert "on the CPU, as there are fewer GPUs (1) than ranks (2)" in capsys.readouterr().out
-    assert seen == [environment.NO_GPUS] * 2  # the one process too: both on the same kind of device
+    assert forked == [environment.NO_GPUS] * 2  # the one process too: both on the same kind of device
 
 
 def test_gpus_are_counted_where_the_system_has_some(tmp_path: Path) -> None:

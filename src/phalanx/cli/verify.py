@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.inputs import add_run, plan_of, with_data
 from phalanx.cli.table import entries
 from phalanx.errors import InputError
+from phalanx.spec.job import DataSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx verify`."""
     add_run(parser, plans=True)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
+    what = "text to run on where the run's own data are elsewhere: a glob, or python-stdlib, which is everywhere"
+    parser.add_argument("--text", metavar="GLOB", help=what)
     parser.add_argument("--json", action="store_true", help="print every comparison as JSON")
 
 
@@ -44,6 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise InputError(f"{arguments.steps} steps", where="--steps", instead="1 or more")
     plan = plan_of(arguments.run, arguments.overrides)
+    if arguments.text:
+        data = DataSpec(text=arguments.text, documents=plan.job.data.documents)
+        plan = replace(plan, job=replace(plan.job, data=data))
     small, _ = scaled(plan)  # needs less data than one batch of a large run
     data = with_data(replace(plan, job=small.job), quiet=arguments.json).job.data
     plan = replace(plan, job=replace(plan.job, data=data))
