@@ -79,7 +79,7 @@ def _paths(name: str) -> list[Path]:
             f'a file, a folder, a glob such as "books/**/*.txt", or "{PYTHON_STDLIB}" for the sources of this Python'
         )
         what = "is no plain file" if matches and not glob.has_magic(name) else "matches no file"
-        raise DataError(f'"{name}" {what}', where=str(Path(name).absolute()), instead=advice)
+        raise DataError(what if name else f'"" {what}', where=str(Path(name).absolute()), instead=advice)
     return _sorted(found)
 
 

@@ -51,7 +51,7 @@ class _Place:
     """Where we are in a span: a line of its file, or a row, both from 1."""
 
     span: Span
-    number: int = 0
+    number: int = 1
     unit: str = "line"
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def check_keys(files: Sequence[InputFile], keys: Keys) -> None:
 
 def _text(span: Span) -> Iterator[Piece]:
     """One document. A mark of the byte order at its beginning is no part of it."""
-    place, text, begins = _Place(span, number=1), "", span.start == 0
+    place, text, begins = _Place(span), "", span.start == 0
     decoder = codecs.getincrementaldecoder("utf-8-sig" if begins else "utf-8")()
     with _opened(place) as (stream, done):
         while True:
@@ -117,11 +117,11 @@ def _json_lines(span: Span, keys: Keys) -> Iterator[tuple[list[tuple[str, bool]]
     place = _Place(span)
     with _opened(place) as (stream, done):
         for line in iter(stream.readline, b""):
-            place.number += 1
             if place.number == 1 and span.start == 0:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.isspace():
                 yield _texts(_parsed(line, place), keys, place), done()
+            place.number += 1
 
 
 def _parsed(line: bytes, place: _Place) -> Any:

@@ -202,6 +202,7 @@ def test_files_that_cannot_be_read_are_named(write: Writer, damage: Callable[[by
     with pytest.raises(DataError) as caught:
         documents([path])
     assert path.name in str(caught.value) and "\n    → " in str(caught.value)
+    assert f"{path.name}:0:" not in str(caught.value)
 
 
 def test_a_wrong_key_is_refused_before_any_work(tmp_path: Path):
