@@ -23,6 +23,7 @@ from phalanx.errors import PhalanxError
 from phalanx.plan.layout import Layout
 from phalanx.planner import timeline
 from phalanx.planner.candidates import of
+from phalanx.planner.certainty import kind
 from phalanx.planner.engine import Engine
 from phalanx.planner.estimate import Group, estimate
 
@@ -187,12 +188,14 @@ def ranking(scored: list[Scored]) -> dict[str, Any]:
 
 
 def likely(scored: list[Scored]) -> dict[str, Any]:
-    """Per engine: measured / predicted step time, 10th, 50th and 90th percentile, of what a model can know. Where
-    profiles.toml takes an engine's `likely` range from."""
+    """Per engine and kind of layout, and per kind over all engines: measured / predicted step time, 10th, 50th and 90th
+    percentile, of what a model can know. Where planner/certainty.toml takes its ranges from."""
     by_engine: dict[str, list[float]] = defaultdict(list)
     for entry in scored:
         if entry.row.source not in UNKNOWABLE:
-            by_engine[entry.row.engine].append(1.0 / (1.0 + entry.error))
+            name = kind(entry.row.layouts[0], entry.row.cluster)
+            for whose in (entry.row.engine, "all engines"):
+                by_engine[f"{whose}, {name}"].append(1.0 / (1.0 + entry.error))
     return {
         name: {"num_rows": len(values), "percentiles": [float(p) for p in np.percentile(values, (10, 50, 90))]}
         for name, values in by_engine.items()
@@ -264,7 +267,7 @@ def show(result: dict[str, Any]) -> None:
     for name, line in result["ranking"].items():
         words = " ".join(f"{key} {line[key]:.3f}" for key in ("spearman", "kendall", "regret", "max_regret"))
         print(f"{name:44} {line['num_groups']:5} groups  {words}")
-    print("\nmeasured / predicted by engine: 10th, 50th, 90th percentile")
+    print("\nmeasured / predicted by engine and kind: 10th, 50th, 90th percentile")
     for name, line in result["likely"].items():
         print(f"{name:44} {line['num_rows']:5}  " + "  ".join(f"{value:.2f}" for value in line["percentiles"]))
     fit = result["did_not_fit"]

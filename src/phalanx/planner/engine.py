@@ -38,10 +38,6 @@ class States:
     transient: float = 0.0
 
 
-DEFAULT_LIKELY = (0.92, 1.12)
-"""Measured / predicted step time, 10th and 90th percentile over all published rows that any model can know."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """One training system.
@@ -64,8 +60,8 @@ class Engine:
     Memory: `states` by precision; `loss_bytes` bytes per logit at the peak (`sharded_loss_bytes` where the vocabulary
     is cut); `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to allocated.
 
-    Certainty, from the residuals of benchmarks/planner_accuracy.py: 80 % of measured step times lay between `likely`
-    times the predicted one; two layouts of one model closer than `tie` cannot be told apart.
+    Two layouts of one model closer than `tie` cannot be told apart (from the residuals of
+    benchmarks/planner_accuracy.py; see planner.certainty for single times).
     """
 
     name: str
@@ -95,7 +91,6 @@ class Engine:
     loss_bytes: float = 8.0
     sharded_loss_bytes: float = 8.0
     context_bytes: int = 0
-    likely: tuple[float, float] = DEFAULT_LIKELY
     tie: float = 0.08
     fragmentation: float = 1.0
 
@@ -156,7 +151,6 @@ def _engine(name: str, table: dict[str, Any]) -> Engine:
         kernels=Kernels(**merged.pop("kernels", {})),
         space=Space(**space),
         states={precision: States(**recipe) for precision, recipe in recipes.items()},
-        likely=tuple(merged.pop("likely", DEFAULT_LIKELY)),
         context_bytes=int(merged.pop("context_gib", 0.0) * GIB),
         **merged,
     )

@@ -16,7 +16,7 @@ from phalanx.errors import LayoutError, Problem
 from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
-from phalanx.planner import legal
+from phalanx.planner import certainty, legal
 from phalanx.planner.advice import Scanned, reasons
 from phalanx.planner.candidates import Candidates, enumerate_all, of
 from phalanx.planner.engine import OURS, engine, profiles
@@ -83,6 +83,7 @@ def search(
         plans=plans,
         reasons=(
             *reasons(plans, priced.plan(fastest), scan, task.runner.tie, given=_axes_given(task)),
+            certainty.words(plans[0].layout, cluster, engine_name),
             *((f"stages of equal work do not fit: {_counts(plans[0])} layers do",) if shifted else ()),
         ),
         scan=scan,

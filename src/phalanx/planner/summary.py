@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.plan.plan import Plan
+from phalanx.planner import certainty
 from phalanx.planner.compute import peak_flops
-from phalanx.planner.engine import DEFAULT_LIKELY, engine
+from phalanx.planner.engine import OURS
 from phalanx.planner.messages import Priced, of_layer, of_step
 from phalanx.planner.search import Search
 from phalanx.units import format_bytes, format_seconds
@@ -17,7 +18,7 @@ COMMUNICATION = ("tensor", "data")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One line of the ranked table. `low_s` and `high_s` hold four of five measured runs of that engine. MFU counts
+    """One line of the ranked table. `low_s` and `high_s` hold four of five measured runs of its kind. MFU counts
     model FLOPs with the full attention core, without recompute."""
 
     layout: str
@@ -35,19 +36,20 @@ class Summary:
     device_hours: float
 
 
-def summary(plan: Plan, likely: tuple[float, float] = DEFAULT_LIKELY) -> Summary:
-    """The line of one plan that has a Prediction; `likely` as in Engine."""
+def summary(plan: Plan, engine_name: str = OURS) -> Summary:
+    """The line of one plan that has a Prediction, made for the named engine."""
     assert plan.prediction is not None, "a plan without prediction has no summary"
     predicted, job, devices = plan.prediction, plan.job, plan.layout.num_ranks
     flops = plan.model.flops_per_token(job.seq_len) * job.tokens_per_step / (predicted.step_s * devices)
     stages = [sum(stage.values()) for stage in predicted.memory_bytes]
     kinds = predicted.step_s_by_kind
+    likely = certainty.likely(plan.layout, plan.cluster, engine_name)
     run_s = predicted.step_s * job.num_steps
     return Summary(
         layout=str(plan.layout),
         step_s=predicted.step_s,
-        low_s=predicted.step_s * likely[0],
-        high_s=predicted.step_s * likely[1],
+        low_s=predicted.step_s * likely.low,
+        high_s=predicted.step_s * likely.high,
         tokens_per_s=job.tokens_per_step / predicted.step_s,
         flops_per_s_per_device=flops,
         mfu=flops / peak_flops(plan.cluster.device, job.precision),
@@ -112,8 +114,7 @@ def whole_run(plan: Plan) -> str:
 
 def summaries(found: Search) -> tuple[Summary, ...]:
     """One line per plan, best first."""
-    likely = engine(found.engine).likely
-    return tuple(summary(plan, likely) for plan in found.plans)
+    return tuple(summary(plan, found.engine) for plan in found.plans)
 
 
 def rejections(found: Search) -> tuple[str, ...]:
@@ -126,13 +127,12 @@ def rejections(found: Search) -> tuple[str, ...]:
 
 def as_json(found: Search) -> dict[str, Any]:
     """Everything that a search found, as plain values; keys are stable."""
-    likely = engine(found.engine).likely
     return {
         "engine": found.engine,
         "num_layouts": found.num_layouts,
         "num_fitting": found.num_fitting,
         "num_replayed": found.num_replayed,
-        "plans": [_plan(plan, likely) for plan in found.plans],
+        "plans": [_plan(plan, found.engine) for plan in found.plans],
         "messages": [_message(row) for row in of_step(found.plans[0], found.engine)],
         "layer_messages": [_message(row) for row in of_layer(found.plans[0], found.engine)],
         "reasons": list(found.reasons),
@@ -141,11 +141,11 @@ def as_json(found: Search) -> dict[str, Any]:
                 "tensor": entry.tensor,
                 "slower": None if entry.plan is None else entry.slower,
                 "because": entry.because,
-                "plan": None if entry.plan is None else _plan(entry.plan, likely),
+                "plan": None if entry.plan is None else _plan(entry.plan, found.engine),
             }
             for entry in found.scan
         ],
-        "front": [_plan(plan, likely) for plan in found.front],
+        "front": [_plan(plan, found.engine) for plan in found.front],
         "rejected": [
             {
                 "reason": r.reason,
@@ -165,12 +165,12 @@ def _message(row: Priced) -> dict[str, Any]:
     return {**{key: getattr(message, key) for key in keys}, "link": row.link, "seconds": row.seconds}
 
 
-def _plan(plan: Plan, likely: tuple[float, float]) -> dict[str, Any]:
+def _plan(plan: Plan, engine_name: str) -> dict[str, Any]:
     assert plan.prediction is not None
     predicted = plan.prediction
     return {
         "layout": asdict(plan.layout),
-        **{key: value for key, value in asdict(summary(plan, likely)).items() if key != "layout"},
+        **{key: value for key, value in asdict(summary(plan, engine_name)).items() if key != "layout"},
         "step_s_by_kind": dict(predicted.step_s_by_kind),
         "memory_bytes_by_stage": [dict(stage) for stage in predicted.memory_bytes],
         "assumptions": list(predicted.assumptions),
