@@ -221,6 +221,14 @@ def test_names_of_old_gpt2_folders(tmp_path):
 def test_folders_that_are_not_whole_or_not_known(tmp_path):
     with pytest.raises(CheckpointError, match="there are no weights"):
         open_weights(tmp_path)
+    for file, said in (
+        ("model.safetensors", r"no config\.json"),
+        (".metadata", r"no config\.json"),
+        ("common.pt", "Megatron"),
+    ):
+        (tmp_path / file).touch()
+        with pytest.raises(CheckpointError, match=said):
+            open_weights(tmp_path)
     save("llama", tmp_path / "theirs", max_shard_size="200KB")
     cut = sorted((tmp_path / "theirs").glob("model-*"))[1]
     data = cut.read_bytes()

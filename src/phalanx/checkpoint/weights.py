@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.dcp import METADATA
 from phalanx.checkpoint.hf_folder import CONFIG, Folder
 from phalanx.checkpoint.hf_settings import check_tokenizers
 from phalanx.checkpoint.manifest import MANIFEST, Stored
@@ -23,6 +24,10 @@ from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.models import from_config
+
+_KNOWN = "the folder of a checkpoint, of a run that has one, or of a Hugging Face model"
+_MEGATRON = ("common.pt", "latest_checkpointed_iteration.txt")
+"""Files in the folder of a `torch_dist` checkpoint, and beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +57,7 @@ def open_weights(path: Path, like: ModelSpec | None = None) -> Weights:
         return _of_folder(path, like)
     found = folders.find(RunDir(path).checkpoints)
     if found is None:
-        instead = "the folder of a checkpoint, of a run that has one, or of a Hugging Face model"
-        what = "there are no weights" if path.exists() else "there is no such folder"
+        what, instead = _why_none(path)
         raise CheckpointError(what, where=str(path), instead=instead)
     return _of_checkpoint(found.path, like)
 
@@ -77,6 +81,18 @@ def initialize(
     weights = together(comm, device, CheckpointError, fitting)
     together(comm, device, CheckpointError, lambda: weights.fill(pieces))
     return weights
+
+
+def _why_none(path: Path) -> tuple[str, str]:
+    """What is wrong with a place without weights that can be read, and what to give instead."""
+    if not path.exists():
+        return "there is no such folder", _KNOWN
+    if any((path / name).is_file() for name in _MEGATRON):
+        what = "is a checkpoint of Megatron-LM, whose own code alone knows which rows of which tensor are what"
+        return what, "a Hugging Face folder, which Megatron-LM's converters make of it"
+    if (path / METADATA).is_file() or any(path.glob("*.safetensors")):
+        return f"holds tensors, but no {CONFIG} to say of what model", f"put the model's {CONFIG} there"
+    return "there are no weights", _KNOWN
 
 
 def _of_folder(path: Path, like: ModelSpec | None) -> Weights:
