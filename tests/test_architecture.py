@@ -68,6 +68,14 @@ def test_public_names_are_listed():
     assert all(getattr(phalanx, name) for name in PUBLIC)
 
 
+def test_type_checkers_and_readers_see_the_same_public_names():
+    stub = (ROOT / "src" / "phalanx" / "__init__.pyi").read_text(encoding="utf-8")
+    typed = re.findall(r"^from (\S+) import (\w+) as \2$", stub, re.MULTILINE)
+    assert {name for _, name in typed} == {*PUBLIC, "nn"} - {"__version__"}
+    assert all(getattr(phalanx, name).__module__ == home for home, name in typed if home != "phalanx")
+    assert all(name in (phalanx.__doc__ or "") for name in PUBLIC if not name.startswith("_"))
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
 def test_files_stay_small(path: Path):
     num_lines = len(path.read_text(encoding="utf-8").splitlines())

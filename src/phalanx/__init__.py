@@ -1,8 +1,22 @@
 """Phalanx plans, runs and checks the training of transformers over tensor, pipeline and data axes.
 
-The names below are public: what a run file holds, what a plan is made of, and the functions between them. Each is
-loaded when it is first asked for, so that importing the package costs nothing; only those that train a module of one's
-own, and the layers in `phalanx.nn` (docs/own-models.md), load torch.
+From a run file to a run:
+
+    run = phalanx.load(Path("run.toml"))                                # what to train, and on what
+    found = phalanx.search(run.model, run.job, run.cluster, run.layout)  # legal layouts, the best first
+    found.plans[0].write(Path("plan.json"))
+    phalanx.start(Path("plan.json"), phalanx.RunDir(Path("runs/first")))  # one process per rank, here
+
+    what there is       ModelSpec, ClusterSpec, JobSpec, OptimizerSpec, CheckpointSpec; load reads them
+    what is decided     Layout, Coord; Plan, Prediction; search, predict
+    what follows        groups, rank_buffers (Buffer), schedule (Schedule), traffic (Message)
+    what is run         start, RunDir; verify holds a plan against one process
+    your own module     ModulePlan; prepare, Trainer, TokenDataset, Blocks; plan_for, verify_module, module_weights;
+                        phalanx.nn (docs/own-models.md)
+    errors              PhalanxError, and below it InputError (with its Problems), CheckFailed, RunError
+
+Each name is loaded when it is first asked for, so that importing the package costs nothing; only those of the row "your
+own module" load torch. Type checkers read them in __init__.pyi.
 """
 
 from importlib import import_module
