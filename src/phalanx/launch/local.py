@@ -19,7 +19,9 @@ from phalanx.rundir import RunDir
 
 WORKER = "phalanx.trainer.__main__:train"
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals to the process that starts ranks, which passes them on."""
+
 # One thread per process: the ranks share the cores, and a process with idle threads must not be forked.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -66,7 +68,7 @@ def _run_agent(command: Sequence[str], environ: Mapping[str, str]) -> int:
     Signals are held back until there is somebody to pass them on to; the agent starts with them held back as well, so
     that none can strike it before it is ready.
     """
-    held_before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    held_before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     previous = {}
     try:
         agent = subprocess.Popen(
@@ -80,7 +82,7 @@ def _run_agent(command: Sequence[str], environ: Mapping[str, str]) -> int:
         def forward(number: int, frame: FrameType | None) -> None:
             agent.send_signal(number)
 
-        previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+        previous = {number: signal.signal(number, forward) for number in FORWARDED}
         signal.pthread_sigmask(signal.SIG_SETMASK, held_before)
         return agent.wait()
     finally:

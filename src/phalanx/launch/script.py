@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from phalanx.launch.local import FORWARDED
 from phalanx.launch.port import listen
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _POLL_S = 0.05
 _GRACE_S = 5.0
 """After the first rank failed, the others get this long to end by themselves: they have something to say, too."""
@@ -37,7 +37,7 @@ def start_script(num_ranks: int, command: Sequence[str]) -> int:
         for rank in ranks:
             rank.send_signal(passed_on)
 
-    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    previous = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
         for rank in range(num_ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

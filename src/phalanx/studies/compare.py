@@ -147,14 +147,20 @@ def _gradients(held: _Held, reference: RankRecord, allowed: Tolerance) -> Iterat
     total = reference.steps[0].gradient_norm
     for name, distance, where in held.distances("gradients", expected):
         own = float(np.linalg.norm(expected[name].astype(np.float64)))
-        rounding = allowed.gradients * own < distance <= allowed.zero * total
-        yield Finding(
-            check="gradients",
-            name=f"{name} (of the gradient norm)" if rounding else name,
-            error=distance / (total if rounding else own or total),
-            tolerance=allowed.zero if rounding else allowed.gradients,
-            where=where,
-        )
+        yield gradient_finding(name, distance, own, total, allowed, where)
+
+
+def gradient_finding(name: str, distance: float, own: float, total: float, allowed: Tolerance, where: str) -> Finding:
+    """A gradient that is `distance` off, where its norm is `own`, and that of all gradients `total`."""
+    rounding = allowed.gradients * own < distance <= allowed.zero * total
+    reference = total if rounding else own or total
+    return Finding(
+        check="gradients",
+        name=f"{name} (of the gradient norm)" if rounding else name,
+        error=distance / reference if reference else distance,
+        tolerance=allowed.zero if rounding else allowed.gradients,
+        where=where,
+    )
 
 
 def _decay(held: _Held, decay: float, allowed: Tolerance) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import CheckFailed
 from phalanx.plan.module import ModulePlan
-from phalanx.studies.compare import TOLERANCES, Finding
+from phalanx.studies.compare import TOLERANCES, Finding, gradient_finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +52,20 @@ def verify_module(make: Callable[[], Any], loss: Any, batch: Any, plan: ModulePl
 
     found = compare_alone(make, loss, batch, plan, **options)
     allowed = TOLERANCES[plan.job.precision]
-    pairs = (("loss", found.loss), ("gradient norm", found.norm))
-    totals = [_finding(check, "step 1", abs(ours - alone), abs(alone), allowed.total) for check, (ours, alone) in pairs]
-    gradients, total = [], found.norm[1]
-    for name, (distance, own) in found.gradients.items():
-        rounding = allowed.gradients * own < distance <= allowed.zero * total
-        gradients.append(
-            _finding("gradients", f"{name} (of the gradient norm)", distance, total, allowed.zero)
-            if rounding
-            else _finding("gradients", name, distance, own or total, allowed.gradients)
+    everywhere = "all ranks together"
+    totals = [
+        Finding(
+            check=check,
+            name="step 1",
+            error=abs(ours - alone) / (abs(alone) or 1.0),
+            tolerance=allowed.total,
+            where=everywhere,
         )
+        for check, (ours, alone) in (("loss", found.loss), ("gradient norm", found.norm))
+    ]
+    gradients = [
+        gradient_finding(name, distance, own, found.norm[1], allowed, everywhere)
+        for name, (distance, own) in found.gradients.items()
+    ]
     gradients.sort(key=lambda finding: -finding.severity)
     return ModuleVerdict(losses=found.loss, findings=(*totals, *gradients))
-
-
-def _finding(check: str, name: str, distance: float, reference: float, tolerance: float) -> Finding:
-    error = distance / reference if reference else distance
-    return Finding(check=check, name=name, error=error, tolerance=tolerance, where="all ranks together")
