@@ -302,6 +302,17 @@ def test_case_21_recompute_repeats_the_dropout_masks(recompute: str, some: dict[
     assert all(torch.equal(value, again[2][name]) for name, value in gradients.items())
 
 
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+def test_case_48_masks_follow_from_the_number_of_the_step(kind: str) -> None:
+    """Each step has its own, and a run that goes on draws those that it would have drawn: nothing else decides them."""
+    engine = solo_engine(tiny_plan(Layout(micro_batch=8), tiny_model(num_layers=1, **{kind: 0.5})))
+    tokens, labels = batch(engine.plan)
+    first, second, again = (
+        engine.forward_backward(engine.micro_batches(tokens, labels, tokens.numel(), step)).item() for step in (0, 1, 0)
+    )
+    assert again == first != pytest.approx(second, rel=1e-6)
+
+
 @pytest.mark.parametrize(("gradients", "expected"), [([1.0] * 512, 512.0), ([256.0, 1.0], 257.0)])
 def test_case_28_bf16_gradients_accumulate_in_fp32(gradients: list[float], expected: float) -> None:
     target = Weight(torch.zeros(1, 1, dtype=torch.bfloat16), torch.zeros(1, 1))
