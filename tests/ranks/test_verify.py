@@ -145,7 +145,7 @@ def test_what_is_right_passes(case: str, forked: list[Mapping[str, str]], capsys
 def test_a_run_file_is_verified_by_processes_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text(
         '[model]\nname = "tiny"\nvocab = 300\n[job]\nglobal_batch = 4\nseq_len = 16\nnum_steps = 9\n'
-        'precision = "fp32"\n[data]\npath = "elsewhere"\n[layout]\ntensor = 1\npipeline = 2\ndata = 1\nmicro_batch = 1\n'
+        'precision = "fp32"\n[data]\npath = "afar"\n[layout]\ntensor = 1\npipeline = 2\ndata = 1\nmicro_batch = 1\n'
     )
     Path("here.txt").write_text("".join(f"{number} of many lines\n" for number in range(400)))
     assert main(["verify", "run.toml", "--text", "*.txt", "--steps", "2", "--set", "job.precision=fp64"]) == 0
