@@ -50,3 +50,14 @@ def test_commands_are_understood(document: Path):
 
 def test_the_readme_shows_commands():
     assert console_commands(ROOT / "README.md")
+
+
+def test_the_tour_names_what_there_is():
+    source = ROOT / "src" / "phalanx"
+    packages = {path.name for path in source.iterdir() if path.is_dir()}
+    found = re.findall(r"`(\w+)\.(\w+)(?:\.(\w+))?`", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"))
+    named = [names for names in found if names[0] in packages]
+    assert len(named) > 15
+    for package, module, name in named:
+        text = (source / package / f"{module}.py").read_text(encoding="utf-8")
+        assert not name or re.search(rf"^(def|class) {name}\b", text, re.MULTILINE), f"{package}.{module}.{name}"
