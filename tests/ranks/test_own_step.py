@@ -232,13 +232,21 @@ def test_frozen_tied_and_buffers() -> None:
     assert torch.allclose(weights["norm.running_mean"], half["norm.running_mean"])
 
 
+FIRST = Layout(data=2, micro_batch=2, zero=1)
+LOSSY = Layout(data=2, micro_batch=2, reduce="powersgd", reduce_rank=1)
+
+
 @pytest.mark.parametrize(
-    "then",
-    [Layout(data=2, micro_batch=2, zero=1), Layout(data=4, micro_batch=2, zero=3), Layout(micro_batch=2)],
+    ("first", "then"),
+    [
+        (FIRST, FIRST),
+        (LOSSY, LOSSY),
+        (FIRST, Layout(data=4, micro_batch=2, zero=3)),
+        (FIRST, Layout(micro_batch=2)),
+    ],
     ids=str,
 )
-def test_a_run_goes_on_with_another_layout(then: Layout, tmp_path: Path) -> None:
-    first = Layout(data=2, micro_batch=2, zero=1)
+def test_a_run_goes_on_with_another_layout(first: Layout, then: Layout, tmp_path: Path) -> None:
     plan = module_plan(first, num_steps=4, checkpoint=CheckpointSpec(every_steps=1))
     expected = on_ranks(first, mixed_run, plan, None, 4)[0]
     on_ranks(first, mixed_run, plan, tmp_path, 2)
