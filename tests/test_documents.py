@@ -56,7 +56,7 @@ def test_the_tour_names_what_there_is():
     source = ROOT / "src" / "phalanx"
     packages = {path.name for path in source.iterdir() if path.is_dir()}
     found = re.findall(r"`(\w+)\.(\w+)(?:\.(\w+))?`", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"))
-    named = [names for names in found if names[0] in packages]
+    named = [names for names in found if names[0] in packages and names[1] != "json"]
     assert len(named) > 15
     for package, module, name in named:
         text = (source / package / f"{module}.py").read_text(encoding="utf-8")
