@@ -66,7 +66,7 @@ ENGINES = (
     ("megatron", "megatron-2021"),
 )
 
-BY_SOURCE = {"seqsel_t5": "megatron-2022", "mt_nlg_530b": "deepspeed-pipeline"}
+BY_SOURCE = {"seqsel_t5": "megatron-2022", "mt_nlg_530b": "deepspeed-pipeline", "vtrain_single": "vtrain-node"}
 
 FALLBACK = "generic"
 

@@ -87,7 +87,9 @@ class Kernels:
     `extra_rows`: hidden-wide tensors per layer that unfused code keeps beyond the list (norms written out keep widened
     inputs: formulas.md, section 3). `fused_sum`: whether matrix products add weight gradients to their sum (of
     `gradient_bytes`) themselves, or a pass of its own does. `head_rows`: tokens whose logits exist at a time, gradients
-    computed there and then (design, section 7); 0: all at once, gradients in backward.
+    computed there and then (design, section 7); 0: all at once, gradients in backward. `pads_alone`: whether the
+    vocabulary is padded where no tensor axis cuts it. `softmax_passes`: how often softmax with its mask and dropout
+    passes over stored scores, relative to one fused kernel.
     """
 
     attention: Literal["flash", "math"] = "flash"
@@ -99,6 +101,8 @@ class Kernels:
     gradient_bytes: int = 4
     fused_sum: Literal["always", "same precision", "never"] = "always"
     head_rows: int = 0
+    pads_alone: bool = True
+    softmax_passes: float = 1.0
 
 
 def linear(
@@ -169,7 +173,12 @@ def attention(cut: Cut, kernels: Kernels, dropout: bool) -> Block:
         kept.append(Kept(name="later positions", bytes=cut.queries * cut.keys))
     blocks = (
         _product("scores", batch, cut.queries, cut.keys, cut.head_dim, e),
-        elementwise("softmax", (2 * e + dropped) * scores + mask, (3 * e + dropped) * scores + mask, kept),
+        elementwise(
+            "softmax",
+            ((2 * e + dropped) * scores + mask) * kernels.softmax_passes,
+            ((3 * e + dropped) * scores + mask) * kernels.softmax_passes,
+            kept,
+        ),
         _product("values", batch, cut.queries, cut.head_dim, cut.keys, e),
     )
     return join(blocks)
@@ -318,18 +327,19 @@ def embedding(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
 def head(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     """Final norm, logits and loss. The loss reads logits for maximum, exponential sum and gradient, in `statistic`
     precision, and writes the gradient back. Chunked, forward computes all gradients but the norm's."""
-    logits, wide = cut.tokens * cut.vocab, replace(cut, eight_bit=False)
+    vocab = cut.vocab if kernels.pads_alone else np.where(cut.vocab >= model.vocab, model.vocab, cut.vocab)
+    logits, wide = cut.tokens * vocab, replace(cut, eight_bit=False)
     loss = elementwise("loss", 2 * logits * cut.statistic, 2 * logits * cut.statistic)
     first = norm("final norm", model, cut)
     if not kernels.head_rows:
-        return join((first, linear("logits", cut.tokens, cut.hidden, cut.vocab, wide, kernels), loss))
+        return join((first, linear("logits", cut.tokens, cut.hidden, vocab, wide, kernels), loss))
     full, rest = cut.tokens // kernels.head_rows, cut.tokens % kernels.head_rows
     short = np.maximum(1, rest) if np.ndim(rest) else max(1, rest)
     some = np.minimum(1, rest) if np.ndim(rest) else min(1, rest)
     chunks = join(
         (
-            linear("logits", kernels.head_rows, cut.hidden, cut.vocab, wide, kernels, count=full),
-            linear("logits", short, cut.hidden, cut.vocab, wide, kernels, count=some),
+            linear("logits", kernels.head_rows, cut.hidden, vocab, wide, kernels, count=full),
+            linear("logits", short, cut.hidden, vocab, wide, kernels, count=some),
             loss,
         )
     )

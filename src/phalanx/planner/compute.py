@@ -29,6 +29,11 @@ ALIGNMENT = 8
 """Elements: 16 bytes of 16-bit numbers (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core
 Requirements")."""
 
+UNALIGNED = 0.3
+"""What a single product keeps of its speed on other dimensions. Seen where a vocabulary of 50,257 was not padded:
+vTrain's runs with one tensor rank (arXiv 2312.12391), whose heads take three times as long as padded ones would.
+Batched products run on vector units: BLOOM's first trials, with heads of 150, lost a quarter of a step to them."""
+
 # fp16 runs at bf16's rate on every device that has both.
 ALIASES = {"fp16": "bf16"}
 
@@ -64,7 +69,7 @@ def wave_quantisation(operation: Operation, device: Device) -> Any:
 
 
 def _aligned(operation: Operation) -> Any:
-    """Whether the inner dimensions are multiples of ALIGNMENT, as matrix units need; others run on vector units."""
+    """Whether the inner dimensions are multiples of ALIGNMENT, as matrix units need for their full speed."""
     return (operation.n % ALIGNMENT == 0) & (operation.k % ALIGNMENT == 0)
 
 
@@ -82,7 +87,9 @@ def operation_s(
         rate = peak * device.attention_efficiency[backward] * engine.attention_factor * engine.matmul_factor
         return np.maximum(operation.flops / rate, memory_s) + device.kernel_s
     depth = operation.k / (operation.k + device.matmul_half_depth)
-    usable = np.where(_aligned(operation), peak, min(peak, device.flops_per_s.get("fp32", peak)))
+    vector = min(peak, device.flops_per_s.get("fp32", peak))
+    odd = np.where(np.asarray(operation.batch) == 1, peak * UNALIGNED, vector)
+    usable = np.where(_aligned(operation), peak, odd)
     rate = usable * device.matmul_efficiency * engine.matmul_factor * depth
     arithmetic_s = operation.flops * wave_quantisation(operation, device) / rate  # of all calls
     return np.maximum(arithmetic_s, operation.count * memory_s) + operation.count * device.kernel_s
