@@ -21,6 +21,7 @@ from phalanx.planner.advice import Scanned, reasons
 from phalanx.planner.candidates import Candidates, enumerate_all, of
 from phalanx.planner.engine import OURS, engine, profiles
 from phalanx.planner.ranking import Ranking, Rejection, Task
+from phalanx.planner.variants import advised
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -83,6 +84,7 @@ def search(
         plans=plans,
         reasons=(
             *reasons(plans, priced.plan(fastest), scan, task.runner.tie, given=_axes_given(task)),
+            *(advised(task, plans[0]) if engine_name == OURS else ()),
             certainty.words(plans[0].layout, cluster, engine_name),
             *((f"stages of equal work do not fit: {_counts(plans[0])} layers do",) if shifted else ()),
         ),
