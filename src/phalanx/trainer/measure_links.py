@@ -160,13 +160,9 @@ def measure(path: Path) -> None:
     """Measure as one rank of those that were started; the first writes `path`. Raises InputError where machines have
     different numbers of processes or the file cannot be written."""
     keep_freed_memory()
-    process = Process.read() or Process(
-        rank=0, num_ranks=1, local_rank=0, attempt=0, address="127.0.0.1", port=0, serves=True
-    )
-    device = torch.device("cuda", process.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
+    process = Process.here()
+    device = process.take_device()
+    if device.type == "cpu":
         torch.set_num_threads(1)
     rank, num_ranks = process.rank, process.num_ranks
     if num_ranks == 1:

@@ -124,6 +124,20 @@ class Process:
             serves=rank == 0,
         )
 
+    @classmethod
+    def here(cls) -> Process:
+        """As `read`; where nobody started this process as a rank, it is the only one."""
+        alone = cls(rank=0, num_ranks=1, local_rank=0, attempt=0, address=_LOOPBACK, port=0, serves=True)
+        return cls.read() or alone
+
+    def take_device(self) -> torch.device:
+        """The GPU of this process, from now on the one that torch means, or the CPU where there are none."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(device)
+        return device
+
 
 def join(plan: Plan | ModulePlan, run_dir: RunDir) -> World:
     """Become one rank of the run. Returns when all ranks have come.
@@ -132,18 +146,14 @@ def join(plan: Plan | ModulePlan, run_dir: RunDir) -> World:
     with different plans or software, CommError if not all come within the job's time limit.
     """
     layout, job = plan.layout, plan.job
-    process = Process.read() or Process(
-        rank=0, num_ranks=1, local_rank=0, attempt=0, address=_LOOPBACK, port=0, serves=True
-    )
+    process = Process.here()
     if process.num_ranks != layout.num_ranks:
         raise LayoutError(
             f"the layout ({layout}) needs {layout.num_ranks} processes, got {process.num_ranks}",
             instead=f"start {layout.num_ranks}, or change the layout",
         )
     rank = process.rank
-    device = torch.device("cuda", process.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = process.take_device()
     recorder = Recorder(_ring(ring_path(run_dir.path, rank), rank, str(layout.coord(rank)), process.attempt))
     if layout.num_ranks == 1:
         return World(rank=rank, layout=layout, device=device, recorder=recorder, comms={})
