@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +30,7 @@ import numpy as np
 import plain_model
 import torch
 from crew import Contender, Steps, Turn, take_turn
+from here import LLAMA, plan_here
 from rich.console import Console
 from rich.table import Table
 
@@ -37,31 +38,14 @@ from phalanx.data.source import Source
 from phalanx.data.tokens import TokenWriter
 from phalanx.launch.port import listen
 from phalanx.plan.layout import Layout
-from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
-from phalanx.spec.cluster import ClusterSpec, Device, Link
 from phalanx.spec.job import DataSpec, JobSpec
-from phalanx.spec.model import ModelSpec
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.optim import clip_coefficient
 from phalanx.trainer.process import keep_freed_memory
 from phalanx.trainer.world import join
 
-MODEL = ModelSpec(
-    name="benchmark",
-    num_layers=8,
-    hidden=256,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=32,
-    ffn=768,
-    vocab=4096,
-    max_seq_len=256,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
-)
+MODEL = replace(LLAMA, num_layers=8, vocab=4096)
 BF16 = "one process, bf16"
 SEQ_LEN, GLOBAL_BATCH, NUM_MICRO_BATCHES = 256, 16, 4
 LAYOUTS = {
@@ -85,7 +69,6 @@ PLAIN_HERE = "plain, our allocator settings"
 TWICE = "one process, twice"
 TOLERANCE = 0.05
 AXES = ("tensor", "pipeline", "data")
-_ANYTHING = Link(name="unknown", latency_s=1e-5, bytes_per_s=1e9)
 
 Rounds = Mapping[str, Sequence[Turn]]
 Aims = Mapping[str, Mapping[str, Any]]
@@ -95,28 +78,14 @@ Aims = Mapping[str, Mapping[str, Any]]
 def ours(name: str, layout: Layout, data: Path, copies: int = 1) -> Contender:
     """This trainer with `layout`, over the tokens at the prefix `data`; or copies of one process, side by side."""
     assert copies == 1 or layout.num_ranks == 1, "only one process can be copied"
-    device = Device(
-        name="unknown", memory_bytes=2**33, memory_bytes_per_s=1e10, flops_per_s={"fp32": 1e11, "bf16": 1e11}
+    job = JobSpec(
+        global_batch=GLOBAL_BATCH,
+        seq_len=SEQ_LEN,
+        num_steps=1000,
+        precision="bf16" if name == BF16 else "fp32",
+        data=DataSpec(path=str(data)),
     )
-    plan = Plan(
-        model=MODEL,
-        cluster=ClusterSpec(
-            name="here",
-            num_nodes=1,
-            devices_per_node=layout.num_ranks,
-            device=device,
-            intra_node=_ANYTHING,
-            inter_node=_ANYTHING,
-        ),
-        job=JobSpec(
-            global_batch=GLOBAL_BATCH,
-            seq_len=SEQ_LEN,
-            num_steps=1000,
-            precision="bf16" if name == BF16 else "fp32",
-            data=DataSpec(path=str(data)),
-        ),
-        layout=layout,
-    )
+    plan = plan_here(MODEL, job, layout)
 
     def load() -> None:
         with listen(None) as free:
