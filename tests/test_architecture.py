@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from phalanx.spec.document import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src" / "phalanx").rglob("*.py"))
@@ -96,6 +97,13 @@ def test_deciding_loads_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_what_lies_beside_the_code_is_installed_with_it():
+    package = ROOT / "src" / "phalanx"
+    patterns = parse((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["phalanx"]
+    beside = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert beside == {path for pattern in patterns for path in package.glob(pattern)}
 
 
 def test_every_dependency_is_pinned():
