@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from phalanx.checkpoint.weights import open_weights
     from phalanx.data.tokenizer import find_tokenizer, read_tokenizer
     from phalanx.studies.generate import generate
-    from phalanx.trainer.text import Request, say
+    from phalanx.trainer.text import Request
 
     weights = open_weights(arguments.checkpoint)
     name = arguments.tokenizer or tokenizer_folder(weights.folders)
@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     request = Request(
         path=str(weights.path.absolute()),
         tokenizer=str(path.absolute()) if path else str(name),
+        text=arguments.prompt,
         prompt=tuple(ids or ends[:1]),  # nothing is said yet: as at the start of a document
         ends=ends,
         max_tokens=arguments.max_tokens,
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    generate(request, weights, arguments.tensor, arguments.pipeline, lambda: say(arguments.prompt))
+    generate(request, weights, arguments.tensor, arguments.pipeline)
     return 0
 
 

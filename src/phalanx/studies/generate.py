@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 WORKER = "phalanx.trainer.text:work"
 
 
-def generate(request: Request, weights: Weights, tensor: int, pipeline: int, begin: Callable[[], None]) -> None:
-    """Print what `request` asks for, after `begin()`; `weights` are those at its path.
+def generate(request: Request, weights: Weights, tensor: int, pipeline: int) -> None:
+    """Print what `request` asks for; `weights` are those at its path.
 
     Raises InputError for a prompt that the model cannot take, LayoutError for a model that cannot be cut so,
     DamagedCheckpointError, RunError if one of several processes fails; their folder then stays.
@@ -39,14 +38,11 @@ def generate(request: Request, weights: Weights, tensor: int, pipeline: int, beg
     check_prompt(request.prompt, weights.model)
     layout = Layout(tensor=tensor, pipeline=pipeline)
     if layout.num_ranks == 1:
-        generator = Generator(weights)
-        begin()
-        answer(request, generator, say)
+        answer(request, Generator(weights), say)
         return
     plan = _plan(weights.model, layout)
     run_dir = RunDir(Path(tempfile.mkdtemp(prefix="phalanx-generate-")))
     request.write(run_dir.request)
-    begin()
     run(plan, run_dir, WORKER, environment.NO_GPUS if environment.num_gpus() < layout.num_ranks else {})
     shutil.rmtree(run_dir.path)
 

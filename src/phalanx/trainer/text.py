@@ -19,12 +19,13 @@ from phalanx.trainer.world import join
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """How to continue `prompt`, the ids of some text, with the weights at `path`: up to `max_tokens` tokens, ending
+    """How to continue `text`, whose ids are `prompt`, with the weights at `path`: up to `max_tokens` tokens, ending
     before one of `ends`. At temperature 0 the likeliest token is taken, else see `generate.sampler`. `tokenizer` is a
     name that `find_tokenizer` knows."""
 
     path: str
     tokenizer: str
+    text: str
     prompt: tuple[int, ...]
     ends: tuple[int, ...]
     max_tokens: int
@@ -45,9 +46,10 @@ class Request:
 
 
 def answer(request: Request, generator: Generator, say: Callable[[str], None]) -> None:
-    """Say what follows the prompt, token by token as far as they make whole characters, and end the line."""
+    """Say the text and what follows it, token by token as far as they make whole characters, and end the line."""
     draws = sampler(request.temperature, request.top_k, request.top_p, request.seed) if request.temperature else greedy
     text = Detokenizer(read_tokenizer(find_tokenizer(request.tokenizer)), request.prompt)
+    say(request.text)
     for token in generator.generate(request.prompt, request.max_tokens, draws, request.ends):
         say(text.add(token))
     say(text.end() + "\n")
