@@ -12,7 +12,7 @@ from phalanx.planner.compute import peak_flops
 from phalanx.planner.costs import ELEMENT_BYTES
 from phalanx.planner.engine import OURS
 from phalanx.planner.memory import KINDS
-from phalanx.planner.messages import Priced, of_layer, of_step
+from phalanx.planner.messages import Priced, by_order, of_layer, of_step
 from phalanx.units import format_bytes, format_flops_per_s, format_seconds
 
 
@@ -53,12 +53,23 @@ def _messages(plan: Plan, engine_name: str) -> Iterator[str]:
     yield from _listed(rows)
     total, compute = sum(row.seconds for row in rows), plan.prediction.step_s_by_kind["compute"]
     yield f"  all: {format_seconds(total)}; compute / communication {compute / total:.2f}"
+    yield from _orders(plan, engine_name)
     layer = of_layer(plan, engine_name)
     if layer:
         yield "Messages of one layer and micro-batch, forward and backward"
         yield from _listed(layer)
         size, seconds = sum(row.message.payload_bytes for row in layer), sum(row.seconds for row in layer)
         yield f"  all: {format_bytes(size)}, {format_seconds(seconds)}"
+
+
+def _orders(plan: Plan, engine_name: str) -> Iterator[str]:
+    """What the same messages would take were ranks numbered otherwise."""
+    seconds = by_order(plan, engine_name)
+    if seconds:
+        (ours, least), *others = seconds.items()
+        yield f"  axes are numbered {', '.join(ours)}, the last one fastest; in other orders, of the same messages:"
+        for order, total in sorted(others, key=lambda entry: entry[1]):
+            yield f"    {', '.join(order):28} {format_seconds(total):>10}  {total / least:.2f} times as long"
 
 
 def _listed(rows: Iterable[Priced]) -> Iterator[str]:

@@ -6,17 +6,17 @@ it does not run (experts, the context axis), they are made here from the same si
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from phalanx.plan.comm import Operation
 from phalanx.plan.cut import cut_of, expert_spread
 from phalanx.plan.groups import AXIS_OF, data_groups
-from phalanx.plan.layout import Coord
+from phalanx.plan.layout import AXES, Coord
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import schedule
 from phalanx.plan.stage_traffic import Message, StageTraffic
@@ -52,41 +52,64 @@ def of_layer(plan: Plan, engine_name: str = OURS) -> tuple[Priced, ...]:
     return tuple(priced(plan, message) for message in Claimed(plan, engine(engine_name)).layer(again=True))
 
 
-def priced(plan: Plan, message: Message) -> Priced:
-    """`message` with the link that its group crosses and its seconds."""
+def priced(plan: Plan, message: Message, order: tuple[str, ...] = AXES) -> Priced:
+    """`message` with the link that its group crosses and its seconds, were ranks numbered with axes in this `order`,
+    slowest first."""
+    place = placed(plan, message.group, order)
+    link = plan.cluster.intra_node if bool(np.asarray(place.nodes) <= 1) else plan.cluster.inter_node
     if not message.payload_bytes:  # the receiving side of what its sender counts
-        return Priced(message=message, link=_link(plan, _place(plan, message.group)), seconds=0.0)
-    place, each = _place(plan, message.group), message.payload_bytes / message.count
+        return Priced(message=message, link=link.name, seconds=0.0)
+    each = message.payload_bytes / message.count
     if message.operation in ("send", "recv"):
         seconds = network.point_to_point_s(plan.cluster, each, place)
     elif message.operation == "all_to_all":
         seconds = network.all_to_all_s(plan.cluster, each, place)
     else:
         seconds = network.collective_s(plan.cluster, message.operation, each, place)
-    return Priced(message=message, link=_link(plan, place), seconds=float(seconds) * message.count)
+    return Priced(message=message, link=link.name, seconds=float(seconds) * message.count)
 
 
-def _link(plan: Plan, place: network.Placement) -> str:
-    inside = bool(np.asarray(place.nodes) <= 1)
-    return plan.cluster.intra_node.name if inside else plan.cluster.inter_node.name
+def by_order(plan: Plan, engine_name: str = OURS) -> dict[tuple[str, ...], float]:
+    """Seconds of all messages of one step, nothing hidden, for each order of the axes that have several ranks, slowest
+    first; that in which ranks are numbered comes first. Empty where it makes no difference, and for a context axis."""
+    layout = plan.layout
+    axes = [axis for axis, size in zip(AXES, layout.sizes, strict=True) if size > 1]
+    if len(axes) < 2 or layout.context > 1 or layout.num_ranks <= plan.cluster.devices_per_node:
+        return {}
+    messages = [row.message for row in of_step(plan, engine_name)]
+    return {
+        order: sum(priced(plan, message, order).seconds for message in messages)
+        for order in itertools.permutations(axes)
+    }
 
 
-def _place(plan: Plan, group: str) -> network.Placement:
+def placed(plan: Plan, group: str, order: tuple[str, ...]) -> network.Placement:
     """Where the members of the named group sit."""
-    cluster, layout = plan.cluster, plan.layout
-    places = network.placements(cluster, layout)
-    if group in ("experts", "expert copies"):
-        size, stride = int(_spread(plan)), layout.tensor * layout.context
-        if group == "experts":
-            return network.placement(cluster, size, stride)
-        return network.placement(cluster, layout.data // size * layout.context, layout.tensor * size)
-    if group == "data" and layout.context > 1:  # sums go over both axes
-        return places["shards"]
-    return places.get(group) or places.get(AXIS_OF.get(group, "")) or network.placement(cluster, layout.num_ranks, 1)
+    cluster, layout, spread = plan.cluster, plan.layout, int(expert_spread(plan.model, plan.layout))
+    stride = dict.fromkeys(AXES, 1)
+    for faster, axis in itertools.combinations(reversed(order), 2):
+        stride[axis] *= getattr(layout, faster)
+    axis = AXIS_OF.get(group, group)
+    if axis in ("data", "experts", "expert copies"):
+        return _on_data(plan, group, spread, stride["data"])
+    if axis in AXES:
+        return network.placement(cluster, getattr(layout, axis), stride[axis])
+    return network.placement(cluster, layout.num_ranks, 1)
 
 
-def _spread(plan: Plan) -> Any:
-    return expert_spread(plan.model, plan.layout)
+def _on_data(plan: Plan, group: str, spread: int, stride: int) -> network.Placement:
+    """A group on the data axis, whose neighbours are `stride` apart. What is summed over it goes over the context axis
+    too, which lies inside it."""
+    layout, context = plan.layout, plan.layout.context
+    size, copies = (spread, layout.data // spread) if "expert" in group else (layout.num_shards, 0)
+    if group == "experts":
+        return network.placement(plan.cluster, size, stride)
+    if group == "expert copies":
+        return network.placement(plan.cluster, copies * context, stride * size // context)
+    if group == "replicas":
+        return network.placement(plan.cluster, layout.data // size, stride * size)
+    whole = layout.data if group == "data" else size
+    return network.placement(plan.cluster, whole * context, stride // context)
 
 
 class Claimed:
@@ -99,6 +122,7 @@ class Claimed:
         self.micro_batches = layout.num_micro_batches(job.global_batch)
         self.cuts_tokens = layout.sequence_parallel and layout.tensor > 1
         (self.footprint,) = footprints(model, job, plan.cluster, runner, of([layout]))
+        self.spread = int(expert_spread(model, layout))
         self.states = runner.states_for(job.precision)
 
     def step(self) -> Iterator[Message]:
@@ -129,7 +153,7 @@ class Claimed:
             size, rounds = 2 * self.cut.tokens * self.cut.kv * self.cut.element, self.layout.context - 1
             for purpose, times in (("keys and values", 1 + full), ("keys and values, gradients", 2)):
                 yield _message("context", purpose, "send", times * rounds, times * rounds * size)
-        if self.plan.model.num_experts and _spread(self.plan) > 1:
+        if self.plan.model.num_experts and self.spread > 1:
             size = self.cut.routed_tokens * self.cut.hidden * self.cut.element
             size //= self.layout.tensor if self.cuts_tokens else 1
             for purpose, times in (("tokens of experts", 2 * (1 + full)), ("token gradients of experts", 2)):
@@ -199,7 +223,7 @@ class Claimed:
             yield _message(shards, "parameters", "all_gather", pieces, own * min(self.states.parameter, 4.0))
         if layout.zero and layout.num_shards < layout.data:
             yield _message(replicas, "gradients", "all_reduce", buckets, reduced / layout.num_shards)
-        if experts and layout.data // _spread(self.plan) * layout.context > 1:
+        if experts and layout.data // self.spread * layout.context > 1:
             size = experts * runner.reduce_bytes * (rounds + 1) / 2
             yield _message("expert copies", "gradients of experts", "all_reduce", 1, size)
         if tied := float(self.footprint.tied[0, 0]):

@@ -10,12 +10,12 @@ import pytest
 from planner_cases import CLUSTER, GPT, JOB, LLAMA
 
 from phalanx.plan.groups import data_groups
-from phalanx.plan.layout import Coord, Layout
+from phalanx.plan.layout import AXES, Coord, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.plan.states import state_bytes
 from phalanx.plan.traffic import traffic
-from phalanx.planner import messages
+from phalanx.planner import messages, network
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate
@@ -138,3 +138,34 @@ def test_messages_of_a_layer_are_its_part_of_the_step() -> None:
     for row in messages.of_layer(plan):
         assert row.message.count * each == step[row.message.purpose].count
         assert row.message.payload_bytes * each == step[row.message.purpose].payload_bytes
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_groups_sit_where_the_planner_prices_them(context: int) -> None:
+    for layout in layouts(LLAMA)[::5]:
+        if context > 1 and layout.pipeline > 2:
+            continue
+        layout = replace(layout, context=context)
+        plan = Plan(model=LLAMA, cluster=CLUSTER, job=SMALL, layout=layout)
+        places = network.placements(CLUSTER, layout)
+        shards, replicas = data_groups(layout)
+        groups = {"tensor": "tensor", "context": "context", "pipeline": "pipeline", "data": "shards"}
+        if layout.zero and layout.num_shards < layout.data:
+            groups = {shards: "shards", replicas: "replicas"}
+        for group, name in groups.items():
+            place = messages.placed(plan, group, AXES)
+            assert (int(place.size), int(place.per_node)) == (int(places[name].size), int(places[name].per_node)), group
+
+
+def test_other_orders_of_axes_cross_other_links() -> None:
+    """On two nodes, tensor inside each and data across; the other way round each message of a layer crosses."""
+    slow = replace(CLUSTER, num_nodes=2, inter_node=replace(CLUSTER.inter_node, bytes_per_s=1e9))
+    plan = Plan(model=LLAMA, cluster=slow, job=SMALL, layout=Layout(tensor=4, data=4))
+    seconds = messages.by_order(plan)
+    assert list(seconds) == [("data", "tensor"), ("tensor", "data")]
+    rows = messages.of_step(plan)
+    assert seconds["data", "tensor"] == pytest.approx(sum(row.seconds for row in rows))
+    message = next(row.message for row in rows if row.message.group == "tensor")
+    links = [messages.priced(plan, message, order).link for order in seconds]
+    assert links == ["link", "net"]
+    assert messages.by_order(replace(plan, layout=Layout(tensor=2, data=4))) == {}
