@@ -64,11 +64,6 @@ def test_an_activation_message_counts_bytes_not_elements() -> None:
     assert message.payload_bytes / message.count == 960 * MIB
 
 
-def test_a_square_gradient_is_much_smaller_than_an_activation() -> None:
-    """One h × h gradient at h = 7680 in 16 bits: 112.5 MiB, an eighth of the message above."""
-    assert 112.5 * MIB == 7680 * 7680 * 2
-
-
 @pytest.mark.parametrize(("size", "seconds"), [(2**34, 0.128), (2**20, 1.02e-4)])
 def test_all_reduce_in_a_node_takes_what_was_measured(size: int, seconds: float) -> None:
     """8 A100: bus bandwidth 234.89 GB/s at 16 GiB, 18.0 GB/s at 1 MiB (stas00/ml-engineering network tables)."""
@@ -263,7 +258,7 @@ def test_mt_nlg_uses_replicas_of_280_devices() -> None:
 
 def test_mt_nlg_needs_more_than_one_node_for_its_states() -> None:
     """530B × 20 bytes are 10 TB: 'over 10 terabytes of aggregate memory' (arXiv 2201.11990, section 2.2)."""
-    assert 529.6e9 * 20 > 10e12
+    assert 10e12 < 20 * models.named("mt-nlg-530b").num_parameters < 11e12
 
 
 # ---- mixtures of experts ---------------------------------------------------------------------------------------------

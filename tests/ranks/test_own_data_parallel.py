@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from own_modules import (
-    BATCH,
     cross_entropy,
     gradients_of,
     images,
@@ -105,4 +104,3 @@ def test_bf16_keeps_masters_and_gradients_in_fp32() -> None:
     assert losses == pytest.approx(expected[0], rel=2e-2)
     assert all(relative(gradients[name], expected[1][name]) < 5e-2 for name in gradients)
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    assert BATCH % 2 == 0
