@@ -184,13 +184,14 @@ def _report(
 ) -> None:
     """What was built from what, how fast."""
     num_tokens, num_documents = sum(each.num_tokens for each in counts), sum(each.num_documents for each in counts)
-    what = names_of(wanted) if wanted.num_files == 1 else f"{files_of(wanted)} of {names_of(wanted)}"
+    one_each = wanted.num_files == len(wanted.wish.inputs)
+    what = names_of(wanted) if one_each else f"{files_of(wanted)} of {names_of(wanted)}"
     num_empty = sum(each.num_empty for each in counts)
     say(
         console,
         f"data: {what}, {wanted.num_bytes / 1e6:,.2f} MB →"
         f" {num_documents:,} documents, {num_tokens:,} tokens in {folder}"
-        f" ({wanted.num_bytes / num_tokens:.2f} bytes per token, {bytes_per_s / 1e6:.1f} MB/s)",
+        f" ({wanted.num_bytes / num_tokens:.2f} bytes of input per token, {bytes_per_s / 1e6:.1f} MB/s)",
     )
     say(console, f"data: each document ends with {end}, id {tokenizer.get_vocab()[end]:,}")
     if num_empty:

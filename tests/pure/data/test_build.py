@@ -83,7 +83,7 @@ def test_what_is_built_is_used_again(books: Path):
     prefix = built(books, said=first)
     before = {path.name: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
     assert sorted(before) == ["manifest.json", "tokenizer.json", "tokens.bin", "tokens.idx"]
-    assert "3 files" in str(first) and "bytes per token" in str(first)
+    assert "3 files" in str(first) and "bytes of input per token" in str(first)
     assert built(books, said=again) == prefix
     assert {path.name: path.stat().st_mtime_ns for path in prefix.parent.iterdir()} == before
     assert str(again) == ""
@@ -157,7 +157,7 @@ def test_of_two_builds_at_once_the_second_waits_and_finds_the_first(books: Path)
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum("bytes per token" in str(each) for each in said) == 1
+    assert sum("bytes of input per token" in str(each) for each in said) == 1
     assert len(documents(built(books))) == 2
 
 
