@@ -13,6 +13,7 @@ from phalanx.errors import RunError
 from phalanx.plan.comm import Comm
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.model import MicroBatch
+from phalanx.watch.ranks import ranks_in_words
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Steps without finite numbers, one after another, that are skipped before a run is given up."""
@@ -142,7 +143,7 @@ def _differences(comm: Comm, pieces: Pieces) -> list[str]:
     comm.all_gather(mine, out=every, purpose="check of copies")
     unequal = (every != every[0]).cpu()
     return [
-        f"{name} on rank {_listed(comm.group.ranks[member] for member in unequal[:, i].nonzero().flatten().tolist())} "
+        f"{name} on rank {ranks_in_words([comm.group.ranks[m] for m in unequal[:, i].nonzero().flatten().tolist()])} "
         f"is not that of rank {comm.group.ranks[0]}"
         for i, name in enumerate(names)
         if unequal[:, i].any()
@@ -175,11 +176,6 @@ def shared_texts(engine: Engine, mine: str) -> str:
         text = bytes(row.tolist()).decode(errors="ignore").strip()
         if text:
             by_text.setdefault(text, []).append(rank)
-    lines = [f"{text} (rank {_listed(ranks)})" for text, ranks in by_text.items()]
+    lines = [f"{text} (rank {ranks_in_words(ranks)})" for text, ranks in by_text.items()]
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "; ".join(lines[:_MAX_LISTED] + more)
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return ", ".join(numbers[:_MAX_LISTED]) + (", …" if len(numbers) > _MAX_LISTED else "")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from phalanx.errors import CommError, InputError, RunError
 from phalanx.plan.module import ModulePlan, read_plan
 from phalanx.plan.plan import Plan
+from phalanx.watch.ranks import ranks_in_words
 
 NOTICE_S = 10.0
 _RETRY_S = 0.2
@@ -76,7 +77,7 @@ def exchange(store: dist.Store, rank: int, num_ranks: int, name: str, value: Any
         if time.monotonic() >= min(deadline, next_notice):
             next_notice += NOTICE_S
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            come = f"{num_ranks - len(missing)} of {num_ranks} ranks have come; missing: {_some(missing)}"
+            come = f"{num_ranks - len(missing)} of {num_ranks} ranks have come; missing: {ranks_in_words(missing)}"
             if time.monotonic() >= deadline:
                 raise CommError(f"rank {rank} waited {timeout_s:g} s for the others: {come}")
             say(f"rank {rank} waits: {come}")
@@ -98,7 +99,7 @@ def check_equal(
     and what differs. `facts` holds each rank's, "plan" among them."""
     odd = {name: [other for other in range(num_ranks) if facts[other][name] != facts[0][name]] for name in facts[0]}
     lines = [
-        f"{name}: {facts[0][name]} on rank 0, {facts[ranks[0]][name]} on ranks {_some(ranks)}"
+        f"{name}: {facts[0][name]} on rank 0, {facts[ranks[0]][name]} on ranks {ranks_in_words(ranks)}"
         for name, ranks in odd.items()
         if ranks
     ]
@@ -141,10 +142,6 @@ def _plan(text: str) -> Plan | ModulePlan:
 def _through_file(use: Callable[[Path], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return use(Path(folder) / "plan.json")
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
 
 def _first_line(error: Exception) -> str:
