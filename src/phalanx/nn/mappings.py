@@ -33,14 +33,14 @@ Act = Callable[[Tensor], Tensor]
 
 class _Mapping(Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, there: Act, back: Act) -> Tensor:
-        ctx.back = back
-        return there(inputs)
+    def forward(ctx: Any, inputs: Tensor, act: Act, act_backward: Act) -> Tensor:
+        ctx.act_backward = act_backward
+        return act(inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        return ctx.back(output_grad), None, None
+        return ctx.act_backward(output_grad), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,16 @@ class Mappings:
         share = -(-width // self.comm.size)
         first, last = self.comm.index * share, min((self.comm.index + 1) * share, width)
 
-        def there(values: Tensor) -> Tensor:
+        def joined(values: Tensor) -> Tensor:
             padded = F.pad(values, (0, share - values.shape[-1]))
             return self._gathered(padded.transpose(-1, -2)).transpose(-1, -2)[..., :width]
 
-        return self._map(inputs, there, lambda gradient: gradient[..., first:last])
+        return self._map(inputs, joined, lambda gradient: gradient[..., first:last])
 
-    def _map(self, inputs: Tensor, there: Act, back: Act) -> Tensor:
+    def _map(self, inputs: Tensor, act: Act, act_backward: Act) -> Tensor:
         if self.comm.size == 1:
             return inputs
-        result: Tensor = _Mapping.apply(inputs, there, back)
+        result: Tensor = _Mapping.apply(inputs, act, act_backward)
         return result
 
     def _summed(self, values: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Chain:
     @property
     def detached(self) -> bool:
         """Whether no gradient flows back through the message from the stage before."""
-        return self.into is not None and not self.into.differs
+        return self.into is not None and not self.into.differentiable
 
 
 @contextmanager

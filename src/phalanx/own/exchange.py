@@ -1,7 +1,7 @@
 """Exchange: nests of tensors that travel between stages as one flat tensor, so that a transfer is one message.
 
-Floating tensors that carry gradients are cast to the widest type among them and joined; all else travels by its bits,
-and so do no gradients of it. A single tensor is not even copied. Shapes are found once, by running the module on
+Floating tensors that carry gradients are cast to the widest type among them and joined; all else travels as its bits,
+and has no gradient. A single tensor is not even copied. Shapes are found once, by running the module on
 tensors without data.
 """
 
@@ -24,11 +24,11 @@ from phalanx.own.nest import Nest, mapped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One tensor of a nest; `differs`: gradients flow back through it."""
+    """One tensor of a nest; `differentiable`: gradients flow back through it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    differs: bool
+    differentiable: bool
 
     @property
     def num_elements(self) -> int:
@@ -37,7 +37,9 @@ class Piece:
 
     def num_lanes(self, wide: torch.dtype) -> int:
         """Elements of type `wide` that it takes in a message."""
-        return self.num_elements if self.differs else -(-self.num_elements * self.dtype.itemsize // wide.itemsize)
+        return (
+            self.num_elements if self.differentiable else -(-self.num_elements * self.dtype.itemsize // wide.itemsize)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class Boundary:
             raise InputError(what, where="blocks", instead=instead)
 
     def _lanes(self, tensor: Tensor, piece: Piece) -> Tensor:
-        if piece.differs:
+        if piece.differentiable:
             return tensor.to(self.wide).reshape(-1)
         bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
         missing = piece.num_lanes(self.wide) * self.wide.itemsize - bits.numel()
@@ -88,7 +90,7 @@ class Boundary:
                 continue
             part = message[start : start + leaf.num_lanes(self.wide)]
             start += len(part)
-            if leaf.differs:
+            if leaf.differentiable:
                 leaves.append(part.view(leaf.shape).to(leaf.dtype))
             else:
                 bits = part.detach().clone().view(torch.uint8)[: leaf.num_elements * leaf.dtype.itemsize]
@@ -96,9 +98,9 @@ class Boundary:
         return pytree.tree_unflatten(leaves, self.structure)
 
     @property
-    def differs(self) -> bool:
+    def differentiable(self) -> bool:
         """Whether any gradient flows back."""
-        return any(piece.differs for piece in self.pieces)
+        return any(piece.differentiable for piece in self.pieces)
 
 
 class _Chain(nn.Module):
@@ -140,7 +142,7 @@ def boundaries(
         raise InputError(what, where="blocks", instead=instead) from error
     flat = [pytree.tree_flatten(end) for end in ends]
     described = [[_piece(leaf) for leaf in leaves] for leaves, _ in flat]
-    floats = [leaf.dtype for leaves in described for leaf in leaves if isinstance(leaf, Piece) and leaf.differs]
+    floats = [leaf.dtype for leaves in described for leaf in leaves if isinstance(leaf, Piece) and leaf.differentiable]
     wide = compute
     for dtype in floats:
         wide = torch.promote_types(wide, dtype)
@@ -154,4 +156,4 @@ def boundaries(
 def _piece(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return Piece(shape=tuple(leaf.shape), dtype=leaf.dtype, differs=leaf.requires_grad)
+    return Piece(shape=tuple(leaf.shape), dtype=leaf.dtype, differentiable=leaf.requires_grad)

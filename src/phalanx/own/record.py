@@ -156,19 +156,19 @@ class _Watch:
                 kept[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
-        there, back = _Operations(), _Operations()
+        forward, backward = _Operations(), _Operations()
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-            stack.enter_context(there)
-            stack.enter_context(_Attention(there, back))
+            stack.enter_context(forward)
+            stack.enter_context(_Attention(forward, backward))
             output = run(inputs)
         passed = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        with back:
+        with backward:
             torch.autograd.backward(passed, [torch.empty_like(tensor) for tensor in passed])
         recorded = Recorded(
             name=name,
-            forward=tuple(there.found),
-            backward=tuple(back.found),
+            forward=tuple(forward.found),
+            backward=tuple(backward.found),
             kept_bytes=sum(tensor.untyped_storage().nbytes() for tensor in kept.values()),
             output_bytes=sum(tensor.nbytes for tensor in tensors(output)),
             messages=tuple((key[2], count, size) for key, (count, size) in self._counter.messages.items()),
@@ -221,9 +221,9 @@ class _Attention(TorchFunctionMode):
     """Attention of torch as one kernel each way (FlashAttention-2, arXiv 2307.08691: two products forward, five
     backward; under a causal mask, half of them)."""
 
-    def __init__(self, there: _Operations, back: _Operations) -> None:
+    def __init__(self, forward: _Operations, backward: _Operations) -> None:
         super().__init__()
-        self._there, self._back = there, back
+        self._forward, self._backward = forward, backward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -239,9 +239,9 @@ class _Attention(TorchFunctionMode):
             "batch": math.prod(q.shape[:-2]),
         }
         size = 2 * q.nbytes + k.nbytes + v.nbytes
-        self._there.found.append(Operation(name="attention", bytes=size, products=2, **common))
+        self._forward.found.append(Operation(name="attention", bytes=size, products=2, **common))
         if any(tensor.requires_grad for tensor in (q, k, v)):
-            self._back.found.append(Operation(name="attention gradient", bytes=2 * size, products=5, **common))
+            self._backward.found.append(Operation(name="attention gradient", bytes=2 * size, products=5, **common))
         return _Kernel.apply(q, k, v)
 
 
