@@ -58,7 +58,7 @@ def reasons(
     before the `fastest`, if that is another. `given`: the axes were not chosen."""
     winner = plans[0]
     assert winner.prediction is not None
-    words = ["[layout] gives the axes; the rest is chosen" if given else _shape(winner), _time(winner)]
+    words = ["[layout] gives the axes; the rest is chosen" if given else _shape(winner, scan), _time(winner)]
     words += _idle(winner) + _simpler(winner, fastest)
     for entry in scan:
         if entry.plan is not None and entry.tensor != winner.layout.tensor:
@@ -97,8 +97,8 @@ def _simpler(first: Plan, fastest: Plan) -> list[str]:
     ]
 
 
-def _shape(plan: Plan) -> str:
-    """What kind of case this is."""
+def _shape(plan: Plan, scan: Sequence[Scanned]) -> str:
+    """What kind of case this is; the `scan` knows whether anything fits without a tensor axis."""
     layout, model = plan.layout, plan.model
     whole = layout.tensor * layout.pipeline * layout.context == 1 and layout.zero < 3
     if layout.num_ranks == 1:
@@ -114,7 +114,10 @@ def _shape(plan: Plan) -> str:
     if layout.tensor == 1:
         return "deep but narrow: pipeline and data, without a message inside a layer"
     if layout.pipeline == 1:
-        return "wide for one device: layers cut over the tensor axis, no pipeline to fill"
+        alone = all(entry.plan is None for entry in scan if entry.tensor == 1)
+        start = "one layer is too large for a device" if alone and scan[0].tensor == 1 else "wide layers"
+        rest = "parameters cut over the data axis as well" if layout.zero == 3 else "no pipeline to fill"
+        return f"{start}: cut over the tensor axis, {rest}"
     return "too large for one axis: layers cut inside the node, stages across nodes"
 
 

@@ -96,7 +96,8 @@ def _bars(rows: Mapping[str, Mapping[str, float]], show: Callable[[float], str],
         top += ROW + 16
     if limit:
         x = WIDTH * limit / most
-        parts.append(f'<line x1="{x}" x2="{x}" y1="30" y2="{top}" stroke="red"><title>{show(limit)}</title></line>')
+        parts.append(f'<line x1="{x}" x2="{x}" y1="30" y2="{top}" stroke="red"/>')
+        parts.append(f'<text x="{x - 4:.1f}" y="40" text-anchor="end">{show(limit)} there are</text>')
     return _drawing(WIDTH + 10, top, parts)
 
 

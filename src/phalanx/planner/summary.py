@@ -100,9 +100,9 @@ def _short(seconds: float) -> str:
 
 
 def _range(step_s: float, low_s: float, high_s: float) -> str:
-    """As `7.13–8.75`, without a unit where both have that of `step_s`."""
-    (_, unit), low, high = (format_seconds(seconds).split(" ") for seconds in (step_s, low_s, high_s))
-    return f"{low[0]}–{high[0]}" if low[1] == high[1] == unit else f"{' '.join(low)}–{' '.join(high)}"
+    """As `7.13–8.75`, in the unit that `step_s` is printed in."""
+    scale = float(format_seconds(step_s).split(" ")[0].replace(",", "")) / step_s
+    return "–".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (scale * low_s, scale * high_s))
 
 
 def whole_run(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from phalanx.plan.layout import Layout
 from phalanx.planner.certainty import kind, likely, words
 from phalanx.planner.engine import profiles
 from phalanx.planner.search import search
+from phalanx.planner.summary import cells, summary
 
 A100 = replace(CLUSTER, device=replace(DEVICE, name="A100-SXM4-80GB"))
 
@@ -30,6 +31,12 @@ def test_each_layout_has_a_kind_with_a_range(layout: Layout, name: str) -> None:
     for engine in profiles():
         found = likely(layout, A100, engine)
         assert 0.7 < found.low < 1 < found.high < 1.3 and name in found.because
+
+
+def test_the_range_is_in_the_unit_of_its_time() -> None:
+    """A minute and 54 seconds would not fit into the column."""
+    line = replace(summary(search(LLAMA, JOB, A100, top=1).plans[0]), step_s=62.4, low_s=54.3, high_s=68.0)
+    assert cells(line)[1:3] == ("1.04 min", "0.905–1.13")
 
 
 def test_an_engine_is_judged_by_its_own_runs_where_there_are_enough() -> None:

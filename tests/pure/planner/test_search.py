@@ -232,7 +232,7 @@ def test_scan_and_front() -> None:
     [
         ({"tensor": 1, "pipeline": 1, "zero": 1}, "data parallelism alone"),
         ({"tensor": 1, "pipeline": 2}, "deep but narrow"),
-        ({"tensor": 2, "pipeline": 1}, "wide for one device"),
+        ({"tensor": 2, "pipeline": 1}, "wide layers: cut over the tensor axis"),
         ({"tensor": 2, "pipeline": 2}, "stages across nodes"),
         ({"tensor": 2, "pipeline": 2, "data": 2}, "[layout] gives the axes"),
         ({"tensor": 4, "pipeline": 2}, "[layout] gives the axes"),
@@ -240,6 +240,18 @@ def test_scan_and_front() -> None:
 )
 def test_reasons_name_the_case(given: dict[str, int], words: str) -> None:
     assert words in search(LLAMA, JOB, SMALL, given).reasons[0]
+
+
+def test_a_layer_too_large_for_a_device_is_called_so() -> None:
+    """Where nothing fits without a tensor axis."""
+    given = {"pipeline": 1, "micro_batch": 1, "recompute": "full", "zero": 3, "bucket_bytes": 2**16}
+    wide, job = replace(LLAMA, hidden=6144, head_dim=512, ffn=24000), replace(JOB, precision="bf16")
+    peaks = []
+    for tensor in (1, 2):
+        found = search(wide, job, SMALL, given | {"tensor": tensor, "sequence_parallel": tensor > 1})
+        peaks.append(summary(found.plans[0]).memory_bytes)
+    tight = replace(SMALL, device=replace(DEVICE, memory_bytes=sum(peaks) // 2))
+    assert search(wide, job, tight, given).reasons[0].startswith("one layer is too large for a device")
 
 
 def test_layouts_that_predictions_cannot_tell_apart_are_called_so() -> None:
