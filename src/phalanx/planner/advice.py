@@ -14,6 +14,10 @@ HUGE = 100e9
 """Parameters from which on published runs used all three axes (SC21 table 1: tensor and pipeline from 39B on)."""
 
 
+MEMORY_ERROR = 0.06
+"""Median error of predicted memory over published runs that print it (docs/log/2026-11-29-planner-accuracy.md)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanned:
     """The best layout with one tensor size, or why there is none; `slower` than the winner by this share (below 0 where
@@ -134,7 +138,9 @@ def _time(plan: Plan) -> str:
     share, total = kinds[worst] / plan.prediction.step_s, kinds["compute"] / plan.prediction.step_s
     largest = max(sum(stage.values()) for stage in plan.prediction.memory_bytes)
     room = plan.cluster.device.memory_bytes - largest
+    close = room < MEMORY_ERROR * plan.cluster.device.memory_bytes
     return (
         f"{total:.0%} of a step is arithmetic; the largest other part is {NAMES.get(worst, worst)} ({share:.1%}); "
         f"{format_bytes(room)} of memory stay free"
+        + (f", less than the {MEMORY_ERROR:.0%} that predictions of it err by" if close else "")
     )

@@ -251,7 +251,10 @@ def test_a_layer_too_large_for_a_device_is_called_so() -> None:
         found = search(wide, job, SMALL, given | {"tensor": tensor, "sequence_parallel": tensor > 1})
         peaks.append(summary(found.plans[0]).memory_bytes)
     tight = replace(SMALL, device=replace(DEVICE, memory_bytes=sum(peaks) // 2))
-    assert search(wide, job, tight, given).reasons[0].startswith("one layer is too large for a device")
+    reasons = search(wide, job, tight, given).reasons
+    assert reasons[0].startswith("one layer is too large for a device") and "predictions of it err by" not in reasons[1]
+    snug = replace(SMALL, device=replace(DEVICE, memory_bytes=int(1.01 * peaks[1])))
+    assert "less than the 6% that predictions of it err by" in search(wide, job, snug, given | {"tensor": 2}).reasons[1]
 
 
 def test_layouts_that_predictions_cannot_tell_apart_are_called_so() -> None:
