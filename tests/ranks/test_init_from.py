@@ -126,6 +126,7 @@ def test_a_checkpoint_is_a_start_too_and_resuming_goes_before(tmp_path):
     assert Continuation(again, RunDir(tmp_path / "run"), said.append).restore() == 3
     assert torch.equal(again.buffers[0].parameters, engine.buffers[0].parameters)
     assert not any("starting with" in line for line in said)
+    assert f"checkpoint.init_from is not used, as the run goes on: {tmp_path / 'ours'}" in said
 
 
 def test_weights_alone_are_nothing_to_resume(tmp_path):

@@ -53,6 +53,8 @@ class Continuation:
         engine.publish()
         if engine.data.lossy and not loaded.reduction:
             self._say(f"errors of the {engine.plan.layout.reduce} reduction begin anew: there are none of this layout")
+        if job.checkpoint.init_from:
+            self._say(f"checkpoint.init_from is not used, as the run goes on: {job.checkpoint.init_from}")
         self._restored = loaded.step
         if loaded.step >= job.num_steps:
             self._say(f"already at step {loaded.step} of {job.num_steps}: raise job.num_steps to train on")

@@ -31,19 +31,23 @@ class Clock:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.last_s = time.perf_counter()
-        self.last_by_group: Mapping[str, float] = {}
+        self.last_by_axis = self._blocked()
 
     def lap(self) -> list[float]:
         """Wall seconds, and of those the seconds blocked on each of AXES, since the last lap."""
-        now_s = time.perf_counter()
-        by_group: dict[str, float] = {}
+        now_s, by_axis = time.perf_counter(), self._blocked()
+        blocked = [by_axis.get(axis, 0.0) - self.last_by_axis.get(axis, 0.0) for axis in AXES]
+        spent = [now_s - self.last_s, *blocked]
+        self.last_s, self.last_by_axis = now_s, by_axis
+        return spent
+
+    def _blocked(self) -> Mapping[str, float]:
+        """Seconds blocked on each axis since the rank began: loading a checkpoint counts, and is no part of a step."""
+        by_axis: dict[str, float] = {}
         for group, seconds in self.recorder.seconds.items():
             axis = AXIS_OF.get(group, group)
-            by_group[axis] = by_group.get(axis, 0.0) + seconds
-        blocked = [by_group.get(axis, 0.0) - self.last_by_group.get(axis, 0.0) for axis in AXES]
-        spent = [now_s - self.last_s, *blocked]
-        self.last_s, self.last_by_group = now_s, by_group
-        return spent
+            by_axis[axis] = by_axis.get(axis, 0.0) + seconds
+        return by_axis
 
 
 def step(engine: Engine, source: Batches, clock: Clock, stop: StopRequest, guards: Guards, number: int) -> StepRecord:
