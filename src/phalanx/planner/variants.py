@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.planner.advice import step_s
-from phalanx.planner.candidates import divisors, of
+from phalanx.planner.candidates import ARRAYS, divisors, of
 from phalanx.planner.ranking import Ranking, Task
 from phalanx.units import format_seconds
 
@@ -23,8 +23,7 @@ def advised(task: Task, first: Plan) -> tuple[str, ...]:
     """For each option that [layout] leaves open, the value that would make `first` faster, and by how much."""
     found = []
     for key, values in _open(task, first).items():
-        plans = (_changed(task, first, key, value) for value in values)
-        best = min((plan for plan in plans if plan is not None), key=step_s, default=first)
+        best = min(_changed(task, first, key, values), key=step_s, default=first)
         gain = step_s(first) - step_s(best)
         if gain >= WORTH * step_s(first):
             value, share = getattr(best.layout, key), gain / step_s(first)
@@ -46,10 +45,14 @@ def _open(task: Task, first: Plan) -> dict[str, list[Any]]:
     return {key: values for key, values in tried.items() if key not in task.given}
 
 
-def _changed(task: Task, first: Plan, key: str, value: Any) -> Plan | None:
-    """`first` with another value of one key; None where it cannot run, or does not fit."""
-    layout = replace(first.layout, **{key: value})
-    if problems(task.model, task.job, task.cluster, layout) or engine_problems(layout):
-        return None
-    priced = Ranking(task, of([layout]))
-    return priced.plan(0) if priced.fits[0] else None
+def _changed(task: Task, first: Plan, key: str, values: list[Any]) -> list[Plan]:
+    """`first` with each other value of one key with which it can run and fits."""
+    layouts = [replace(first.layout, **{key: value}) for value in values]
+    layouts = [x for x in layouts if not problems(task.model, task.job, task.cluster, x) and not engine_problems(x)]
+    # What arrays hold may differ within one Candidates.
+    batches = [layouts] if key in ARRAYS and layouts else [[layout] for layout in layouts]
+    found = []
+    for batch in batches:
+        priced = Ranking(task, of(batch))
+        found += [priced.plan(row) for row in range(len(batch)) if priced.fits[row]]
+    return found
