@@ -15,7 +15,8 @@ from phalanx.errors import CheckFailed, InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx data build` and `phalanx data inspect`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|inspect")
-    build = actions.add_parser("build", help="text, JSON lines, Parquet or Arrow to token files")
+    what = "text, JSON lines, Parquet or Arrow to token files"
+    build = actions.add_parser("build", help=what, description=what)
     inputs = 'files, folders, globs in quotes ("books/**/*.txt"), or python-stdlib'
     build.add_argument("inputs", metavar="INPUT", nargs="+", help=inputs)
     tokens = build.add_mutually_exclusive_group(required=True)
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--end-token", metavar="TOKEN", help="what ends a document, if the tokenizer does not tell")
     build.add_argument("-o", "--out", type=Path, metavar="DIR", help="the folder to build (data/ and a name)")
     build.add_argument("--workers", type=int, metavar="N", help="processes (as many as cores)")
-    inspect = actions.add_parser("inspect", help="read a pair of token files from end to end")
+    what = "read a pair of token files from end to end"
+    inspect = actions.add_parser("inspect", help=what, description=what)
     inspect.add_argument("prefix", type=Path, metavar="PREFIX", help="path of the pair, without .bin or .idx")
     inspect.add_argument("--config", type=Path, metavar="RUN", help="hold the ids against the model of a run file")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
