@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws (1)")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or another, where none is found by itself")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="processes that share each layer (1)")
-    parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="stages that share the layers among them (1)")
+    parser.add_argument(
+        "--pipeline", type=int, default=1, metavar="N", help="stages that share the layers among them (1)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
