@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from single import batch, collect, solo_engine
@@ -19,6 +21,7 @@ from phalanx.trainer import dropout, kernels
 from phalanx.trainer.flat import FlatBuffer, Weight
 from phalanx.trainer.initial import draw, fill
 from phalanx.trainer.optim import clip_coefficient, learning_rate, squared
+from phalanx.trainer.process import keep_freed_memory
 
 CPU = torch.device("cpu")
 
@@ -215,3 +218,30 @@ def test_bf16_training_follows_fp32() -> None:
             engine.update(1e-3, 1.0)
     assert losses["bf16"] < 5.0
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
+
+
+def _resident_blocks(rank: int, num_blocks: int) -> float:
+    """Gather and free blocks one after another while each leaves something behind. How much the peak of resident memory
+    grew, in blocks."""
+    keep_freed_memory()
+    model = tiny_model(hidden=512, ffn=1536, num_layers=num_blocks)
+    buffers = [b for b in rank_buffers(model, Layout(), Coord(), 64) if b.name.startswith("layers")]
+    flats = [FlatBuffer(buffer, torch.float32, CPU) for buffer in buffers]
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): the peak begins anew
+    before, kept = _peak_bytes(), []
+    for flat in flats:
+        flat.allocate_parameters()
+        kept.append([torch.ones(size) for size in (3, 65_536) for _ in range(3)])
+        flat.free_parameters()
+    left = sum(tensor.nbytes for tensors in kept for tensor in tensors)
+    return (_peak_bytes() - before - left) / flats[0].parameters.nbytes
+
+
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def test_blocks_that_come_and_go_take_the_memory_of_those_that_are_there() -> None:
+    (grown,) = run_ranks(1, _resident_blocks, 8)
+    assert 0.9 < grown < 2.0

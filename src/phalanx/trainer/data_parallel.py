@@ -258,7 +258,7 @@ class DataParallel:
     def _start_gather(self, buffer: FlatBuffer) -> None:
         if self._holders[buffer] or buffer in self._gathers:
             return
-        buffer.allocate_parameters()
+        buffer.allocate_parameters(zeroed=False)  # parts cover the buffer, padding included
         self._gathers[buffer] = self._gather([buffer])
 
     def _gather(self, buffers: Sequence[FlatBuffer]) -> Work:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.plan.shards import Buffer, Leaf
+from phalanx.trainer.process import own_mapping
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -68,9 +69,9 @@ class FlatBuffer:
         self.free_parameters()
         self.free_gradients()
 
-    def allocate_parameters(self) -> None:
-        """Make the parameters usable; nothing happens if they are."""
-        _allocate(self.parameters)
+    def allocate_parameters(self, *, zeroed: bool = True) -> None:
+        """Make the parameters usable; nothing happens if they are. Not `zeroed` is for who writes all of them."""
+        _allocate(self.parameters, zeroed)
 
     def free_parameters(self) -> None:
         """Let the memory of the parameters go; a block that runs now is refused by `check_parameters`."""
@@ -84,7 +85,7 @@ class FlatBuffer:
 
     def allocate_gradients(self) -> None:
         """Make the gradients usable, zeroed; nothing happens if they are."""
-        _allocate(self.gradients)
+        _allocate(self.gradients, zeroed=True)
 
     def free_gradients(self) -> None:
         """Let the memory of the gradients go."""
@@ -95,11 +96,13 @@ class FlatBuffer:
         return Weight(value, grad, self.postponed)
 
 
-def _allocate(flat: Tensor) -> None:
+def _allocate(flat: Tensor, zeroed: bool) -> None:
     storage = flat.untyped_storage()
     if storage.size() != flat.numel() * flat.element_size():
-        storage.resize_(flat.numel() * flat.element_size())
-        flat.zero_()
+        with own_mapping():
+            storage.resize_(flat.numel() * flat.element_size())
+        if zeroed:
+            flat.zero_()
 
 
 def _view(flat: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from phalanx.errors import InputError
@@ -24,6 +24,7 @@ Entry = Callable[[Plan, RunDir], None]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_THRESHOLD = -3
+_NEVER_MAPPED, _LARGE_BYTES = 1 << 30, 8 << 20
 
 
 def load_entry(name: str) -> Entry:
@@ -75,10 +76,29 @@ def die_with_parent(parent: int, how: signal.Signals) -> None:
 def keep_freed_memory() -> None:
     """Tell glibc to reuse large freed blocks instead of returning them to the kernel, which would zero each page anew
     at the next step: worth 4 % of a step on CPU. Elsewhere nothing happens."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _mallopt()
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_MMAP_THRESHOLD, _NEVER_MAPPED)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextlib.contextmanager
+def own_mapping() -> Iterator[None]:
+    """In here glibc gives blocks of 8 MiB and more mappings of their own, unless it has room: freed, they go back to
+    the kernel. For one that comes and goes, as ZeRO 3 gathers and frees, `keep_freed_memory` is wrong: what is made
+    meanwhile settles where it was, the next one finds no room, and in time all that ever were take memory."""
+    mallopt = _mallopt()
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _NEVER_MAPPED)
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def write_to(log: Path) -> None:
