@@ -56,8 +56,8 @@ ENGINES = (
     ("bigscience", "bigscience"),
     ("megatron-deepspeed", "megatron-deepspeed"),
     ("nemo launcher 2023", "nemo-2023"),
+    ("nemo", "nemo-2024"),
     ("megatron-core", "megatron-core-2024"),
-    ("nemo", "megatron-core-2024"),
     ("llm-foundry", "llm-foundry"),
     ("nanotron", "nanotron"),
     ("torchtitan", "torchtitan"),
@@ -71,12 +71,14 @@ BY_SOURCE = {"seqsel_t5": "megatron-2022", "mt_nlg_530b": "deepspeed-pipeline", 
 FALLBACK = "generic"
 
 
-def engine_of(framework: str, source: str, precision: str) -> str:
-    """Name of the engine profile for a printed framework; FALLBACK where none is known."""
+def engine_of(framework: str, source: str, precision: str, overlap: str) -> str:
+    """Name of the engine profile for a printed framework and what it says to overlap; FALLBACK where none is known."""
     low = framework.lower()
     name = BY_SOURCE.get(source) or next((name for key, name in ENGINES if key in low), FALLBACK)
     if name == "llm-foundry" and "mixed_precision=default" in low:
         return "llm-foundry-amp"
+    if name == "megatron-core-2024" and "tp-comm-overlap" in overlap:
+        return "nemo-2024"
     return "bigscience-bf16" if name == "bigscience" and precision == "bf16" else name
 
 

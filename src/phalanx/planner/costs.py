@@ -194,12 +194,10 @@ class _Pricer:
         return forward, backward
 
     def _issued(self, device_s: Any, host_s: float) -> Any:
-        """Seconds of work that a host issues: the longer of both. Where hosts drift apart, ranks of a tensor group wait
-        for whichever is late, and both count: as the root of their squares, as seen in vTrain's runs."""
-        longer = np.maximum(device_s, host_s)
-        if not self.engine.hosts_drift:
-            return longer
-        return np.where(self.tensor.size > 1, np.hypot(device_s, host_s), longer)
+        """Seconds of work that a host issues: the longer of both for a rank alone. Ranks of a tensor group wait for
+        each other's hosts and devices at every message, so that both count: the root of their squares, which is what
+        vTrain's runs and the Ultra-Scale Playbook's show (docs/log/2026-11-29-planner-accuracy.md)."""
+        return np.where(self.tensor.size > 1, np.hypot(device_s, host_s), np.maximum(device_s, host_s))
 
     def _forward_tensor(self, block: Block) -> Any:
         """Waiting for the tensor axis in a layer's forward: half-blocks are opened by gathers and closed by scatters

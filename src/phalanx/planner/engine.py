@@ -46,8 +46,7 @@ class Engine:
     `matmul_factor` scales the device's matrix efficiency, `attention_factor` that of its attention kernel (older
     kernels); `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels.
     `host_layer_s` is what the host needs to issue one layer's forward (backward takes `host_backward` times that),
-    `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides; `hosts_drift`: whether a
-    layer cut over the tensor axis waits for hosts and devices both, rather than for the slower.
+    `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides.
 
     Messages: `tensor_overlap` is the share of tensor-axis messages hidden behind compute, `async_gradients` whether
     sums of input gradients run beside the weight gradients; `blocking_transfers` the share of transfers between stages
@@ -78,7 +77,6 @@ class Engine:
     host_backward: float = 1.0
     host_micro_batch_s: float = 0.0
     host_step_s: float = 0.0
-    hosts_drift: bool = False
     tensor_overlap: float = 0.0
     async_gradients: bool = True
     blocking_transfers: float = 0.0
