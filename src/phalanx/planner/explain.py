@@ -3,14 +3,14 @@ the formulas with their numbers filled in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.stages import split
 from phalanx.planner.advice import NAMES
 from phalanx.planner.compute import peak_flops
 from phalanx.planner.costs import ELEMENT_BYTES
-from phalanx.planner.engine import OURS
+from phalanx.planner.engine import OURS, engine
 from phalanx.planner.memory import KINDS
 from phalanx.planner.messages import Priced, by_order, of_layer, of_step
 from phalanx.units import format_bytes, format_flops_per_s, format_seconds
@@ -19,7 +19,13 @@ from phalanx.units import format_bytes, format_flops_per_s, format_seconds
 def explain(plan: Plan, engine_name: str = OURS) -> str:
     """Everything about one plan that the named engine shall run, as text."""
     assert plan.prediction is not None, "only a plan with a prediction can be explained"
-    sections = (_memory(plan), _time(plan), _messages(plan, engine_name), _formulas(plan), _assumptions(plan))
+    sections = (
+        _memory(plan),
+        _time(plan),
+        _messages(plan, engine_name),
+        _formulas(plan, engine_name),
+        _assumptions(plan),
+    )
     return "\n\n".join("\n".join(section) for section in ([f"{plan.model.name}: {plan.layout}"], *sections))
 
 
@@ -87,7 +93,38 @@ def _listed(rows: Iterable[Priced]) -> Iterator[str]:
         )
 
 
-def _formulas(plan: Plan) -> Iterator[str]:
+def _states(plan: Plan, engine_name: str) -> str:
+    """Model states of the first pipeline rank, as N × (parameter + gradient + optimizer)."""
+    assert plan.prediction is not None
+    layout, held = plan.layout, plan.prediction.memory_bytes[0]
+    size, shards = engine(engine_name).states_for(plan.job.precision).parameter, layout.num_shards * layout.context
+    stages = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    cuts = {kind: shards if layout.zero >= stage else 1 for kind, stage in stages.items()}
+    elements, total = held["parameters"] * cuts["parameters"] / size, sum(held[kind] for kind in stages)
+    parts = (f"{held[kind] * cut / elements:.3g}" + (f" / {cut}" if cut > 1 else "") for kind, cut in cuts.items())
+    return (
+        f"  model states of pipeline rank 0 = N (parameter + gradient + optimizer), cut as ZeRO {layout.zero} does = "
+        f"{elements:,.0f} × ({' + '.join(parts)}) bytes = {format_bytes(total)}"
+    )
+
+
+def _dearest(rows: Sequence[Priced]) -> Iterator[str]:
+    """The collective that takes most of a step, by its bus bandwidth (nccl-tests, PERFORMANCE.md)."""
+    collectives = [row for row in rows if row.message.operation in ("all_reduce", "all_gather", "reduce_scatter")]
+    if not collectives:
+        return
+    row = max(collectives, key=lambda row: row.seconds)
+    message, rounds = row.message, 2 if row.message.operation == "all_reduce" else 1
+    each, size = row.seconds / message.count, message.payload_bytes / message.count
+    moved = rounds * (row.num_ranks - 1) / row.num_ranks * size
+    yield (
+        f"  one {message.operation} of {message.purpose} = {rounds} (n - 1) / n × M / bus bandwidth = {rounds} × "
+        f"({row.num_ranks} - 1) / {row.num_ranks} × {format_bytes(size)} / {moved / each / 1e9:,.3g} GB/s "
+        f"= {format_seconds(each)}, latency included"
+    )
+
+
+def _formulas(plan: Plan, engine_name: str) -> Iterator[str]:
     assert plan.prediction is not None
     model, job, layout = plan.model, plan.job, plan.layout
     flops = model.flops_per_token(job.seq_len)
@@ -108,6 +145,8 @@ def _formulas(plan: Plan) -> Iterator[str]:
         f"  MFU = model FLOPs per step / (step × devices × peak) = {flops * job.tokens_per_step:.3e} / "
         f"({step_s:.4g} s × {layout.num_ranks} × {format_flops_per_s(peak)}) = {mfu:.1%}"
     )
+    if not model.num_experts:  # experts are cut over their copies only
+        yield _states(plan, engine_name)
     if layout.pipeline > 1:
         bubble = (layout.pipeline - 1) / (micro_batches * layout.virtual_stages + layout.pipeline - 1)
         yield (
@@ -121,6 +160,7 @@ def _formulas(plan: Plan) -> Iterator[str]:
             f"  one tensor-axis message = b s h × {size} bytes = {layout.micro_batch} × {job.seq_len} × "
             f"{model.hidden} × {size} = {format_bytes(payload)}"
         )
+    yield from _dearest(of_step(plan, engine_name))
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

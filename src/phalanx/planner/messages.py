@@ -30,9 +30,10 @@ from phalanx.planner.estimate import footprints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A message with the link it crosses and the seconds of all its calls, nothing hidden."""
+    """A message, how many ranks take part, the link it crosses, and the seconds of all its calls, nothing hidden."""
 
     message: Message
+    num_ranks: int
     link: str
     seconds: float
 
@@ -58,7 +59,7 @@ def priced(plan: Plan, message: Message, order: tuple[str, ...] = AXES) -> Price
     place = placed(plan, message.group, order)
     link = plan.cluster.intra_node if bool(np.asarray(place.nodes) <= 1) else plan.cluster.inter_node
     if not message.payload_bytes:  # the receiving side of what its sender counts
-        return Priced(message=message, link=link.name, seconds=0.0)
+        return Priced(message=message, num_ranks=int(place.size), link=link.name, seconds=0.0)
     each = message.payload_bytes / message.count
     if message.operation in ("send", "recv"):
         seconds = network.point_to_point_s(plan.cluster, each, place)
@@ -66,7 +67,8 @@ def priced(plan: Plan, message: Message, order: tuple[str, ...] = AXES) -> Price
         seconds = network.all_to_all_s(plan.cluster, each, place)
     else:
         seconds = network.collective_s(plan.cluster, message.operation, each, place)
-    return Priced(message=message, link=link.name, seconds=float(seconds) * message.count)
+    total_s = float(seconds) * message.count
+    return Priced(message=message, num_ranks=int(place.size), link=link.name, seconds=total_s)
 
 
 def by_order(plan: Plan, engine_name: str = OURS) -> dict[tuple[str, ...], float]:

@@ -211,6 +211,17 @@ def test_explain_holds_every_message_and_number() -> None:
     assert "b s h × 4 bytes" in single and "bubble of" not in single
 
 
+def test_formulas_come_out_at_what_stands_beside_them() -> None:
+    plan = predict(LLAMA, replace(JOB, precision="bf16"), SMALL, Layout(data=8, zero=3))
+    text = explain(plan)
+    states = re.search(r"does = ([\d,]+) × \((.*)\) bytes = ([\d.]+ .iB)", text)
+    assert states and states[2] == "2 / 8 + 4 / 8 + 12 / 8"
+    assert int(states[1].replace(",", "")) * 18 / 8 == pytest.approx(parse_bytes(states[3]), rel=0.005)
+    moved = re.search(r"= 1 × \(8 - 1\) / 8 × ([\d.]+ .iB) / ([\d.]+) GB/s = ([\d.]+) us", text)
+    assert moved, text
+    assert 7 / 8 * parse_bytes(moved[1]) / (float(moved[2]) * 1e9) == pytest.approx(float(moved[3]) / 1e6, rel=0.01)
+
+
 def test_page_stands_alone() -> None:
     text = page(search(LLAMA, JOB, SMALL, {"pipeline": 2}))
     assert text.startswith("<!doctype html>") and text.count("<svg") >= 4
