@@ -90,6 +90,7 @@ UNUSUAL = {
     ),
     "zero 2": (tiny_model("gpt2"), Layout(data=2, pipeline=2, zero=2)),
     "zero 2, tensor": (tiny_model(), Layout(data=2, tensor=2, zero=2, sequence_parallel=True, micro_batch=2)),
+    "zero 2, a stage of one block": (tiny_model(num_layers=3), Layout(data=2, pipeline=3, zero=2)),
     "zero 3": (tiny_model(), Layout(data=4, zero=3)),
     "zero 3, tied": (tiny_model("gpt2"), Layout(data=2, zero=3)),
     "zero 3, gpipe": (tiny_model(tied=True), Layout(data=2, pipeline=2, zero=3, schedule="gpipe")),
