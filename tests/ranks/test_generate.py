@@ -147,6 +147,9 @@ def test_from_the_command_line(run_folder, capfd):
     back = run_folder.parent / "back"
     assert main(["checkpoint", "import", str(out), "-o", str(back)]) == 0
     capfd.readouterr()
+    (run_folder / "checkpoints" / "step-000030").mkdir()
+    assert main(["checkpoint", "export", str(run_folder), "-o", str(run_folder.parent / "again")]) == 0
+    assert "passed over, for it is not whole: step-000030: " in capfd.readouterr().err
     for path in (run_folder, run_folder / "checkpoints" / "step-000020", out, back):
         assert main(["generate", str(path), "def main", "--max-tokens", "20"]) == 0
         assert capfd.readouterr().out == expected

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,13 +74,14 @@ def to_checkpoint(weights: Weights, target: Path) -> int:
     return manifest.num_bytes
 
 
-def average(paths: Sequence[Path], target: Path) -> int:
+def average(paths: Sequence[Path], target: Path, say: Callable[[str], None]) -> int:
     """`to_checkpoint` of the mean, added up in float64, of the weights at `paths`; the tokenizer is the first one's.
+    `say` as for `open_weights`.
 
     Raises CheckpointError if they are not all of one model, with the first difference, or if `target` exists.
     """
-    first = open_weights(paths[0])
-    every = [first, *(open_weights(path, like=first.model) for path in paths[1:])]
+    first = open_weights(paths[0], say=say)
+    every = [first, *(open_weights(path, first.model, say) for path in paths[1:])]
 
     def fill(pieces: Iterable[Piece]) -> None:
         for piece in pieces:

@@ -43,8 +43,9 @@ class Weights:
     fill: Callable[[Iterable[Piece]], None]
 
 
-def open_weights(path: Path, like: ModelSpec | None = None) -> Weights:
-    """Find the weights at `path` and see that they are whole; checksums are compared when they are read.
+def open_weights(path: Path, like: ModelSpec | None = None, say: Callable[[str], None] = lambda line: None) -> Weights:
+    """Find the weights at `path` and see that they are whole; checksums are compared when they are read. `say` is told
+    which newer checkpoints of a run are passed over, and why.
 
     With `like`, the weights must be of that model. It is free in how it is called and regularized, how long sequences
     with rotary positions may be, and, where the weights are a Hugging Face folder, whether the head is tied.
@@ -59,21 +60,29 @@ def open_weights(path: Path, like: ModelSpec | None = None) -> Weights:
     if found is None:
         what, instead = _why_none(path)
         raise CheckpointError(what, where=str(path), instead=instead)
+    for newer in found.passed_over:
+        say(f"passed over, for it is not whole: {newer}")
     return _of_checkpoint(found.path, like)
 
 
 def initialize(
-    path: Path, plan: Plan, pieces: Iterable[Piece], comm: Comm, *, device: torch.device | None = None
+    path: Path,
+    plan: Plan,
+    pieces: Iterable[Piece],
+    comm: Comm,
+    *,
+    say: Callable[[str], None],
+    device: torch.device | None = None,
 ) -> Weights:
     """Fill the live weights among this rank's `pieces` from `path`; all ranks of `comm` call it, and each reads what
-    its own pieces need. Everything else of the state stays as it is.
+    its own pieces need. Everything else of the state stays as it is. `say` as for `open_weights`.
 
     Raises CheckpointError on all ranks alike if that fails on any, or if the data have another tokenizer.
     """
     device = device or torch.device("cpu")
 
     def fitting() -> Weights:
-        weights, data = open_weights(path, plan.model), plan.job.data.mixed
+        weights, data = open_weights(path, plan.model, say), plan.job.data.mixed
         if data and comm.index == 0:
             check_tokenizers(Path(data[0].path).parent, weights.folders)
         return weights

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from phalanx.cli.inputs import remark
 from phalanx.errors import InputError
 
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from phalanx.studies.generate import generate
     from phalanx.trainer.text import Request
 
-    weights = open_weights(arguments.checkpoint)
+    weights = open_weights(arguments.checkpoint, say=remark)
     name = arguments.tokenizer or tokenizer_folder(weights.folders)
     if name is None:
         looked = ", ".join(str(folder) for folder in weights.folders)

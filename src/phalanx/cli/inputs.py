@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,11 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE.KEY=VALUE",
         help="override a key of the run file; may be repeated",
     )
+
+
+def remark(line: str) -> None:
+    """Tell a person something that is no part of the output."""
+    sys.stderr.write(f"{line}\n")
 
 
 @contextlib.contextmanager
@@ -123,7 +129,8 @@ def resumed(plan: Plan, wish: str | None) -> Plan:
 def check_start(plan: Plan, path: Path, overrides: Sequence[str], run_dir: RunDir | None) -> None:
     """See that the checkpoint that a run shall go on from is whole, or that one with nothing to go on from in `run_dir`
     (None: a new folder) can start with the weights it names. Raises CheckpointError, with the line of the run file at
-    `path`, if not."""
+    `path`, if not; and InputError where blocks shall be compiled and there is nothing to compile with."""
+    _check_compiler(plan, path, overrides)
     start, resume = plan.job.checkpoint.init_from, plan.job.checkpoint.resume
     try:
         if resume not in ("auto", "never"):
@@ -135,9 +142,26 @@ def check_start(plan: Plan, path: Path, overrides: Sequence[str], run_dir: RunDi
             key = "checkpoint.init_from"
             open_weights(Path(start), plan.model)
     except InputError as error:
-        where = f"{path}: job.{key}" if path.suffix == ".json" else load(path, overrides).where(key)
+        where = _where(path, overrides, key, f"job.{key}")
         found = [replace(each, what=f"{key}: {each.where}: {each.what}", where=where) for each in error.problems]
         raise CheckpointError(found) from error
+
+
+def _check_compiler(plan: Plan, path: Path, overrides: Sequence[str]) -> None:
+    if not plan.job.compile:
+        return
+    from phalanx.trainer.segments import check_compiler  # with torch, which knows of a GPU
+
+    try:
+        check_compiler()
+    except InputError as error:
+        where = _where(path, overrides, "job.compile", "job.compile")
+        raise InputError([replace(each, where=where) for each in error.problems]) from error
+
+
+def _where(path: Path, overrides: Sequence[str], key: str, key_of_plan: str) -> str:
+    """Where a key is written, in the run file at `path` or in a plan.json."""
+    return f"{path}: {key_of_plan}" if path.suffix == ".json" else load(path, overrides).where(key)
 
 
 def _read(path: Path, overrides: Sequence[str], launched: Launched | None) -> Plan:

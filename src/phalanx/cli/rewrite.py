@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from phalanx.cli.inputs import remark
+
 ACTIONS = ("export", "import", "average", "reshard")
 DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
@@ -48,12 +50,12 @@ def _write(arguments: argparse.Namespace) -> tuple[int, str]:
     from phalanx.checkpoint.weights import open_weights
 
     if arguments.action == "average":
-        num_bytes = rewrite.average(arguments.paths, arguments.target)
+        num_bytes = rewrite.average(arguments.paths, arguments.target, remark)
         return num_bytes, ", ".join(map(str, arguments.paths))
     if arguments.action == "reshard":
         path = locate(arguments.path)[0][1]
         return rewrite.reshard(path, arguments.target), str(path)
-    weights = open_weights(arguments.path)
+    weights = open_weights(arguments.path, say=remark)
     if arguments.action == "export":
         return hf.export(weights, arguments.target, dtype=DTYPES[arguments.dtype]), str(weights.path)
     return rewrite.to_checkpoint(weights, arguments.target), str(weights.path)

@@ -63,7 +63,9 @@ class Continuation:
     def _initialize(self) -> None:
         engine, path = self._engine, self._job.checkpoint.init_from
         if path:
-            weights = initialize(Path(path), engine.plan, self._pieces, self._world, device=engine.device)
+            weights = initialize(
+                Path(path), engine.plan, self._pieces, self._world, say=self._say, device=engine.device
+            )
             engine.publish()
             self._say(f"starting with the weights of {weights.path}")
 
