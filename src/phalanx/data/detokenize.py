@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # what stands where bytes are no text
@@ -10,7 +12,7 @@ REPLACEMENT = "\ufffd"  # what stands where bytes are no text
 class Detokenizer:
     """Turns tokens that follow `prompt` into pieces of text that, put together, are the text of all of them."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         # Some decoders treat a token by what stands before it: the last tokens told are decoded again with new ones.
         self._told, self._pending = list(prompt), list[int]()

@@ -62,7 +62,7 @@ class _Linear(ParallelLayer):
     @classmethod
     def of(cls, layer: nn.Module, **options: Any) -> Self:
         """This rank's part of a linear layer that all ranks hold; `options` as in the constructor."""
-        return cls(*features(layer), whole=layer, **options)
+        return cls(*features(layer), whole=layer, **options)  # type: ignore[call-arg]  # both kinds have it
 
     def _take(
         self,

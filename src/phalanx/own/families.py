@@ -80,7 +80,7 @@ _OPTIONAL = ("*lm_head", "*embed_out", "*embed_tokens", "*wte", "*embed_in")
 
 def table_of(module: nn.Module) -> dict[str, str]:
     """The table for a module of `transformers`. Raises InputError if there is none."""
-    kind = getattr(getattr(module, "config", None), "model_type", None)
+    kind = str(getattr(getattr(module, "config", None), "model_type", None) or "")
     if kind not in TABLES:
         what = f"there is no table for {f'models of type {kind}' if kind else type(module).__name__}"
         known = ", ".join(TABLES)

@@ -7,6 +7,7 @@ the device "meta", where nothing is computed. Attention is recorded as one kerne
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -124,7 +125,7 @@ def _by_blocks(
             number == len(listed) - 1,
         )  # hooks of the first and last block cut tokens and gather them
         if key not in known:
-            known[key] = watch.part(f"block {number}", block.parameters(), lambda x, b=block: blocks.block(b, x), nest)
+            known[key] = watch.part(f"block {number}", block.parameters(), functools.partial(blocks.block, block), nest)
         part, nest = known[key]
         found.append(part)
     last, _ = watch.part("after", after, lambda x: finish(blocks.leave(module, x, values)), nest)
@@ -248,7 +249,7 @@ class _Attention(TorchFunctionMode):
 class _Kernel(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        *front, heads, length, _ = (1, *q.shape)
+        *front, heads, length, _ = map(int, (1, *q.shape))
         output = q.new_empty(*front, length, heads, v.shape[-1]).transpose(-2, -3).view(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, output)
         return output

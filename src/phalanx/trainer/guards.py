@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.errors import RunError
 from phalanx.plan.comm import Comm
 from phalanx.trainer.engine import Engine
-from phalanx.trainer.model import MicroBatch
+from phalanx.trainer.micro_batch import MicroBatch
 from phalanx.watch.ranks import ranks_in_words
 
 MAX_SKIPPED_IN_A_ROW = 10

@@ -142,8 +142,8 @@ def cluster_table(here: Here, figures: Mapping[str, Any], comms: Mapping[str, Co
 
 def median(all_figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Figure by figure, the median over the ranks."""
-    first, found = all_figures[0], {}
-    for key, value in first.items():
+    found: dict[str, Any] = {}
+    for key, value in all_figures[0].items():
         values = [figures[key] for figures in all_figures]
         if isinstance(value, dict):
             found[key] = median(values)
