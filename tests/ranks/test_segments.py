@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import math
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import run_worlds
 from single import masked_batch, solo_engine
-from tiny import tiny_model, tiny_plan
+from tiny import tiny_model, tiny_plan, write_run_file
 from torch import Tensor
 
+from phalanx.cli.main import main
 from phalanx.errors import InputError
 from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
 from phalanx.trainer import engine, segments
 from phalanx.trainer.segments import EAGER, compiled
 
@@ -56,9 +60,14 @@ def test_each_segment_computes_the_same(dtype: torch.dtype) -> None:
 def losses(**changes: Any) -> tuple[list[float], list[float]]:
     """Losses and norms of three steps, with recompute, so that segments run in backward too."""
     plan = tiny_plan(Layout(micro_batch=2, recompute="selective"), tiny_model(num_layers=2), **changes)
-    made, found, norms = solo_engine(plan), [], []
-    for step in range(3):
-        loss = made.forward_backward(made.micro_batches(*masked_batch(plan, step), step))
+    return trained(solo_engine(plan), plan, 3)
+
+
+def trained(made: engine.Engine, plan: Plan, num_steps: int) -> tuple[list[float], list[float]]:
+    mine, found, norms = list(made.positions), [], []
+    for step in range(num_steps):
+        tokens, labels, num_supervised = masked_batch(plan, step)
+        loss = made.forward_backward(made.micro_batches(tokens[mine], labels[mine], num_supervised, step))
         made.synchronize()
         total, norm, _ = made.totals(loss)
         made.update(1e-2, 1.0)
@@ -83,6 +92,30 @@ def test_a_run_with_compiled_segments_is_the_same_run(monkeypatch: pytest.Monkey
     assert not math.isclose(plain[0], plain[-1], rel_tol=1e-3)
 
 
+COMPOSED = [
+    (Layout(tensor=2, data=2, zero=3, sequence_parallel=True, recompute="selective"), "bf16", 2e-2),
+    (Layout(pipeline=2, tensor=2, schedule="zb-h1", recompute="full", recompute_every=2), "fp64", 1e-10),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "tolerance"), COMPOSED, ids=str)
+def test_compiled_segments_compose(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, precision: str, tolerance: float
+) -> None:
+    """With every axis, ZeRO 3, a split backward and recompute; held against one process that compiles nothing."""
+    monkeypatch.setattr(engine, "compiled", traced)
+    alone = tiny_plan(Layout(), tiny_model(num_layers=2), precision=precision)
+    plan = tiny_plan(layout, alone.model, precision=precision, compile=True)
+
+    def run(world: Any) -> tuple[list[float], list[float]]:
+        return trained(engine.Engine(plan, world.coord, world.comm, world.device), plan, 2)
+
+    wanted = trained(solo_engine(alone), alone, 2)
+    for found in run_worlds(layout, run, model=plan.model, timeout=100.0, timeout_s=90.0):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=tolerance)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU no C++ compiler is asked for")
 def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -91,3 +124,16 @@ def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InputError, match="there is no c\\+\\+-of-nobody") as caught:
         losses(compile=True)
     assert "compile = false" in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU no C++ compiler is asked for")
+def test_without_a_compiler_no_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "c++-of-nobody")
+    monkeypatch.chdir(tmp_path)
+    write_run_file(tmp_path, Layout(), num_steps=1)
+    given = ["train", "run.toml", "--run-dir", "run", "--set", "job.compile=true"]
+    assert main(given) == 2
+    assert "phalanx: --set job.compile=true: torch.compile makes code" in capsys.readouterr().err
+    assert not Path("run").exists()

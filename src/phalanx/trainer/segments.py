@@ -147,7 +147,7 @@ def compiled(backend: str = "inductor") -> Segments:
     Raises InputError where there is nothing to compile with.
     """
     if backend == "inductor":
-        _check_compiler()
+        check_compiler()
         from torch._inductor import config
 
         config.compile_threads = 1  # a rank forks nothing, and the ranks of a node share its cores
@@ -171,7 +171,8 @@ def compiled(backend: str = "inductor") -> Segments:
     )
 
 
-def _check_compiler() -> None:
+def check_compiler() -> None:
+    """Raise InputError if this machine has nothing that `compiled` could make code with."""
     instead = "compile = false"
     if torch.cuda.is_available():
         if importlib.util.find_spec("triton") is None:
