@@ -127,6 +127,24 @@ def test_torchrun_that_is_killed_takes_its_ranks_along():
     until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10.0)
 
 
+def is_agent(pid: int) -> bool:
+    return b"phalanx.trainer.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_who_stops_a_run_before_its_first_step_hears_that_nothing_is_saved():
+    with subprocess.Popen(
+        ["phalanx", "train", "run.toml", "--run-dir", "run", *FOREVER], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            until(lambda: any(is_agent(child) for child in children(process.pid)))  # which is loading torch now
+            process.send_signal(signal.SIGTERM)
+            _, report = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert report.endswith("phalanx: ended by SIGTERM; nothing is saved yet in run\n")
+
+
 @pytest.mark.parametrize(("number", "to_a_rank", "code"), [("SIGTERM", False, 143), ("SIGUSR1", True, 75)])
 def test_asked_to_stop_a_run_saves_and_goes_on_later(number: str, to_a_rank: bool, code: int):
     """Whoever gets the signal, all ranks stop after the same step, and the next start does what was left to do."""
@@ -145,6 +163,7 @@ def test_asked_to_stop_a_run_saves_and_goes_on_later(number: str, to_a_rank: boo
             process.kill()
     assert process.returncode == code, report
     assert "with everything saved; the same command with --run-dir run goes on" in output
+    assert to_a_rank or report.endswith("phalanx: ended by SIGTERM\n")
     steps = len(losses("run"))
     assert Path(f"run/checkpoints/step-{steps:06d}").is_dir()
     again = command("phalanx", "train", "run.toml", "--run-dir", "run", f"--set=job.num_steps={steps + 2}")
