@@ -50,7 +50,7 @@ def test_bytes_of_model_states_are_those_of_shards(model: ModelSpec) -> None:
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_priced_messages_are_those_of_traffic(model: ModelSpec) -> None:
     checked = 0
-    for layout in layouts(model):
+    for layout in layouts(model)[::2]:
         plan = Plan(model=model, cluster=CLUSTER, job=SMALL, layout=layout)
         listed: Counter[tuple[str, str]] = Counter()
         counts: Counter[tuple[str, str]] = Counter()

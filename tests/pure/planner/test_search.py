@@ -59,10 +59,10 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
             recompute=recompute,
             recompute_every=every,
         )
-        if problems(model, job, cluster, layout) or engine_problems(layout):
-            continue
         if (pipeline == 1 and name != "1f1b") or (tensor == 1 and cut) or (data == 1 and zero) or group == data:
             continue  # twins of another layout
+        if problems(model, job, cluster, layout) or engine_problems(layout):
+            continue
         plan = predict(model, job, cluster, layout)
         assert plan.prediction is not None
         if max(sum(stage.values()) for stage in plan.prediction.memory_bytes) <= cluster.device.memory_bytes:
