@@ -52,6 +52,12 @@ PLANTED: dict[str, tuple[Coord, str, str, tuple[str, ...]]] = {
         "norm.weight",
         ("model.norm.weight on rank 5 is not that of rank 4",),
     ),
+    "a norm of heads": (
+        Coord(pipeline=0, data=0, tensor=1),
+        "layers.0",
+        "q_norm.weight",
+        ("model.layers.0.self_attn.q_norm.weight on rank 1 is not that of rank 0",),
+    ),
     "a copy of a kv head": (
         Coord(pipeline=0, data=1, tensor=1),
         "layers.0",
@@ -90,7 +96,7 @@ def answer(engine: Engine) -> str:
 
 
 def test_one_bit_of_a_copy_is_found_and_named_on_all_ranks() -> None:
-    plan = tiny_plan(ALL_GROUPS, tiny_model(tied=True, num_kv_heads=1, num_layers=2), precision="fp32")
+    plan = tiny_plan(ALL_GROUPS, tiny_model(tied=True, qk_norm=True, num_kv_heads=1, num_layers=2), precision="fp32")
     results = run_worlds(ALL_GROUPS, answers, plan, model=plan.model)
     for sound, *planted in results:
         assert sound == ""
