@@ -116,7 +116,8 @@ def _shape(plan: Plan, scan: Sequence[Scanned]) -> str:
     if model.num_parameters >= HUGE and min(layout.tensor, layout.pipeline, layout.data) > 1:
         return "100B parameters and more: tensor inside the node, pipeline across nodes, data with what is left"
     if layout.tensor == 1:
-        return "deep but narrow: pipeline and data, without a message inside a layer"
+        inside = "experts over neighbours on it" if model.num_experts else "without a message inside a layer"
+        return f"deep but narrow: pipeline and data, {inside}"
     if layout.pipeline == 1:
         alone = all(entry.plan is None for entry in scan if entry.tensor == 1)
         start = "one layer is too large for a device" if alone and scan[0].tensor == 1 else "wide layers"

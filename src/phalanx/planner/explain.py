@@ -46,7 +46,8 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"Time of a step: {format_seconds(plan.prediction.step_s)}, on the pipeline rank with most work"
     for kind, seconds in plan.prediction.step_s_by_kind.items():
         share = seconds / plan.prediction.step_s
-        yield f"  {format_seconds(seconds):>10} {share:6.1%}  {NAMES.get(kind, kind)}"
+        name, _, _ = NAMES.get(kind, kind).partition(" (")
+        yield f"  {format_seconds(seconds):>10} {share:6.1%}  {name}"
 
 
 def _messages(plan: Plan, engine_name: str) -> Iterator[str]:

@@ -125,6 +125,11 @@ def test_fewer_ranks_for_experts_mean_shorter_ways_and_more_to_hold() -> None:
     assert close.memory_bytes[0]["parameters"] > far.memory_bytes[0]["parameters"]
 
 
+def test_experts_are_part_of_the_reason() -> None:
+    found = search(EXPERTS, JOB, MACHINE, {"tensor": 1, "pipeline": 2, "context": 1}, engine_name=ENGINE)
+    assert found.reasons[0] == "deep but narrow: pipeline and data, experts over neighbours on it"
+
+
 def test_groups_that_do_not_divide_are_refused() -> None:
     (problem,) = problems(EXPERTS, JOB, CLUSTER, Layout(data=8, expert_group=3))
     assert problem.instead == "expert_group = 2 or 4"
