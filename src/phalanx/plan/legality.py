@@ -237,8 +237,9 @@ def _zero_group(layout: Layout) -> Iterator[Problem]:
         what = f"zero_group {size} without ZeRO, which is what it would bound"
         yield _problem("zero_group", what, "zero = 1, 2 or 3, or leave zero_group out")
     elif size and data % size:
-        near = _listed(_divisors_near(data, size))
-        yield _problem("zero_group", f"zero_group {size} does not divide data {data}", f"zero_group = {near}")
+        near = [divisor for divisor in _divisors_near(data, size) if divisor > 1]
+        instead = f"zero_group = {_listed(near)}" if near else "leave zero_group out"
+        yield _problem("zero_group", f"zero_group {size} does not divide data {data}", instead)
     elif size == 1:
         yield _problem("zero_group", "a zero_group of 1 shares nothing", "zero = 0, or zero_group = 2 or more")
 

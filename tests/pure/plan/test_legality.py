@@ -170,6 +170,16 @@ REFUSED = {
         {},
         ("layout.zero_group", "zero_group 3 does not divide data 8", "zero_group = 2 or 4"),
     ),
+    "a group that does not divide, nor does any smaller one": (
+        Layout(data=3, zero=1, zero_group=2),
+        {},
+        ("layout.zero_group", "zero_group 2 does not divide data 3", "zero_group = 3"),
+    ),
+    "a group of a data axis of one": (
+        Layout(zero=1, zero_group=2),
+        {},
+        ("layout.zero_group", "zero_group 2 does not divide data 1", "leave zero_group out"),
+    ),
     "a group of one": (
         Layout(data=4, zero=3, zero_group=1),
         {},
