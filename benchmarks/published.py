@@ -30,7 +30,7 @@ TIED = {("playbook", "Llama-1B"), ("playbook", "Llama-3B")}
 
 UNREPEATED = ("vtrain_single",)
 """Sources whose file assumes full recompute, and whose times say that there is none: of runs with one tensor rank,
-layers and head fit to 2 % without it; with it, products would have to exceed the device's peak."""
+layers and head fit to 4 % without it; with it, products would have to exceed the device's peak."""
 
 MOST = 2**27
 """No size of a model, batch or cluster is larger; so products stay within 63 bits."""
