@@ -27,6 +27,7 @@ from phalanx.trainer.engine import Engine
 from phalanx.trainer.flat import Weight, add_product
 from phalanx.trainer.guards import Guards
 from phalanx.trainer.loop import Clock, step
+from phalanx.trainer.optim import learning_rate
 from phalanx.trainer.recorder import Recorder
 from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.world import World
@@ -105,6 +106,8 @@ def test_case_3_the_micro_batch_does_not_change_the_run() -> None:
         assert curve[0].gradient_norm == pytest.approx(curves[8][0].gradient_norm, rel=1e-5)
         assert curve[-1].loss == pytest.approx(curves[8][-1].loss, rel=1e-4)
     assert curves[8][-1].loss != pytest.approx(curves[8][0].loss, rel=1e-2)
+    rates = [learning_rate(OptimizerSpec(lr=1e-2), number, 20) for number in range(20)]
+    assert [record.learning_rate for record in curves[8]] == rates
 
 
 def test_case_4_the_gradient_scale_does_not_depend_on_the_number_of_micro_batches() -> None:
