@@ -114,7 +114,7 @@ LAYOUTS = {
         ("one", "fp32", 20),
         ("2x1x2", "bf16", 6),
         ("zero 3", "fp32", 6),
-        ("pipeline", "fp32", 6),
+        ("pipeline", "fp16", 6),
         ("powersgd", "fp32", 4),
         ("top-k", "bf16", 4),
     ],

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import run_worlds
-from messages import Zeros
-from single import batch, solo_engine
+from poisoned import Poisoned, held, run
+from single import solo_engine
 from tiny import tiny_model, tiny_plan
 from torch import Tensor
 
@@ -21,9 +20,6 @@ from phalanx.plan.layout import Coord, Layout, Reduce
 from phalanx.plan.plan import Plan
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.guards import MAX_SKIPPED_IN_A_ROW, Guards, checksum
-from phalanx.trainer.loop import Clock, step
-from phalanx.trainer.recorder import Recorder
-from phalanx.trainer.stop import StopRequest
 from phalanx.trainer.world import World
 from phalanx.watch.metrics import StepRecord
 
@@ -32,10 +28,10 @@ ALL_GROUPS = Layout(tensor=2, pipeline=2, data=2)  # tied, with one kv head: eve
 
 def weight(engine: Engine, buffer: str, ending: str) -> Tensor:
     """The first parameter of a buffer whose name ends so, flat."""
-    for held in engine.buffers:
-        for piece in held.layout.pieces:
-            if held.layout.name == buffer and piece.parameter.name.endswith(ending):
-                return held.parameters[piece.offset : piece.offset + piece.rectangle.num_elements]
+    for each in engine.buffers:
+        for piece in each.layout.pieces:
+            if each.layout.name == buffer and piece.parameter.name.endswith(ending):
+                return each.parameters[piece.offset : piece.offset + piece.rectangle.num_elements]
     raise AssertionError(buffer)
 
 
@@ -149,32 +145,6 @@ def test_checksums_see_values_and_places(dtype: torch.dtype) -> None:
     sums.add(int(checksum(swapped)))
     assert len(sums) == 6
     assert int(checksum(values.clone())) in sums
-
-
-class Poisoned:
-    """Batches of random tokens; `poison(engine, number)` is called before each."""
-
-    def __init__(self, engine: Engine, poison: Callable[[Engine, int], None]) -> None:
-        self.engine, self.poison = engine, poison
-
-    def batch(self, number: int, positions: list[int]) -> Any:
-        self.poison(self.engine, number)
-        tokens, labels = batch(self.engine.plan, seed=number)
-        whole = Zeros(self.engine.plan).batch(number, positions)
-        whole.tokens[:], whole.labels[:] = tokens[positions].numpy(), labels[positions].numpy()
-        return whole
-
-
-def run(engine: Engine, source: Poisoned, guards: Guards, number: int) -> StepRecord:
-    return step(engine, source, Clock(Recorder()), StopRequest(), guards, number)
-
-
-def held(engine: Engine) -> list[Tensor]:
-    """Everything that an update changes."""
-    moments = [tensor.clone() for pair in engine.optimizer.moments for tensor in pair]
-    masters = [master.clone() for master in engine.optimizer.masters]
-    parameters = [part.parameters.clone() for part in engine.data.slices]
-    return [*parameters, *masters, *moments, torch.tensor(engine.optimizer.num_steps)]
 
 
 def spoil_gradients(engine: Engine, rank: int) -> None:

@@ -27,6 +27,7 @@ from phalanx.plan.module_traffic import ModuleShape
 from phalanx.plan.schedule import Action, forward_only, schedule
 from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, accumulation_dtype
+from phalanx.trainer.loss_scale import LossScale
 from phalanx.trainer.optim import AdamW, squared_norm
 from phalanx.trainer.pipeline_parallel import Pipeline
 from phalanx.trainer.state import StatePiece
@@ -71,11 +72,12 @@ class ModuleEngine:
             self.buffers, shard_comm, replica_comm, layout, job.seed, lambda buffer: by_buffer[buffer].adopt()
         )
         self.optimizer = AdamW(self.data.slices, job.optimizer)
+        self.loss_scale = LossScale(job.precision)
         wide.give_to(self.data, self.optimizer)
         for parameter in module.parameters():
             if not parameter.requires_grad or parameter.is_meta:  # trained ones that are held lie in flat buffers
                 parameter.data = parameter.data.to(self._compute)
-        if self._compute == torch.bfloat16:
+        if self._compute != accumulation_dtype(self._compute):
             fit_types(module)
         self._tally, self._averages_buffers = Tally(device), average_buffers
         runners = self._chains if self._cut else [WholeModule(module, forward)]
@@ -214,7 +216,8 @@ class ModuleEngine:
         everything = torch.cat([mine, squares, loss.new_tensor(extra)])
         self.comm("world").all_reduce(everything, purpose="loss and norm")
         total, self.num_items, squared, *rest = everything.tolist()
-        self.correction = self.plan.job.global_batch / self.num_items if self.num_items else 0.0
+        samples = self.plan.job.global_batch / self.loss_scale.value
+        self.correction = samples / self.num_items if self.num_items else 0.0
         return total * self.correction, math.sqrt(squared) * self.correction, rest
 
     def update(self, rate: float, coefficient: float) -> None:

@@ -47,11 +47,13 @@ def model_input(batch: Nest) -> Nest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleBatch:
     """One micro-batch of any kind, and the loss to take of it. `seed`: of what torch draws in it (run, step, position
-    of the micro-batch in the global batch), so that all layouts with the same micro-batches draw the same."""
+    of the micro-batch in the global batch), so that all layouts with the same micro-batches draw the same.
+    Gradients are those of `loss_scale` times the loss."""
 
     values: Nest
     loss: Loss
     seed: tuple[int, int, int] = (0, 0, 0)
+    loss_scale: float = 1.0
     validates: bool = False
 
 
@@ -171,7 +173,7 @@ class ModuleStage:
         with self._order:
             result = self._run(inputs, batch)
         if self.runner.last:
-            result = result * self._scale
+            result = result * (self._scale * batch.loss_scale)
         if inputs is not None and self.runner.detached:
             result = bound(result, inputs)
         # Where nothing is trained up to here, backward still needs a place to begin.

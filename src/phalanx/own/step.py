@@ -121,12 +121,13 @@ class Step:
         optimizer = self.plan.job.optimizer
         if rate is None:
             rate = learning_rate(optimizer, self.number, self.plan.job.num_steps)
-        allowed = self._guards.allow_update(self._batches, self.loss, self.gradient_norm)
-        if allowed and self.engine.num_items:
+        loss_scale = self._batches[0].loss_scale
+        updated = self._guards.allow_update(self._batches, self.loss, self.gradient_norm) and self.engine.num_items > 0
+        if updated:
             self.engine.update(rate, clip_coefficient(self.gradient_norm, optimizer.clip_norm))
         self._batches = None
         self.number += 1
-        record = self._record(rate)
+        record = self._record(rate, loss_scale, updated)
         if self._metrics:
             self._metrics.write(record)
         self._guards.after(self.number)
@@ -181,6 +182,7 @@ class Step:
                 values=mapped(lambda tensor: tensor.to(device, non_blocking=True), values),
                 loss=loss,
                 seed=(self.plan.job.seed, self.number, first + index),
+                loss_scale=self.engine.loss_scale.value,
                 validates=validates,
             )
             for index, values in enumerate(micro_batches)
@@ -194,7 +196,7 @@ class Step:
             'unused="zero" if it is used at times'
         )
 
-    def _record(self, rate: float) -> StepRecord:
+    def _record(self, rate: float, loss_scale: float, updated: bool) -> StepRecord:
         return StepRecord.measured(
             self._spent,
             num_ranks=self.plan.layout.num_ranks,
@@ -204,6 +206,8 @@ class Step:
             gradient_norm=self.gradient_norm,
             learning_rate=rate,
             skipped_steps=self._guards.num_skipped,
+            loss_scale=loss_scale,
+            updated=updated,
         )
 
     def _save(self) -> None:

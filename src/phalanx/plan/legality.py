@@ -34,7 +34,7 @@ def problems(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layou
         found += _recompute(layout)
         found += _zero_group(layout)
         found += _expert_group(model, layout)
-        found += _reduction(layout)
+        found += _reduction(job, layout)
         found += _batch(job, layout)
         found += _devices(cluster, layout)
     return found
@@ -66,7 +66,7 @@ def module_problems(
             "compile = false, or compile its parts",
         )
         found.append(Problem(what=what, where="job.compile", instead=instead))
-    return [*found, *_zero_group(layout), *_reduction(layout), *_batch(job, layout), *engine_problems(layout)]
+    return [*found, *_zero_group(layout), *_reduction(job, layout), *_batch(job, layout), *engine_problems(layout)]
 
 
 def _cuts(layout: Layout, cuts: Collection[str] | None) -> Iterator[Problem]:
@@ -256,11 +256,14 @@ def _expert_group(model: ModelSpec, layout: Layout) -> Iterator[Problem]:
         yield _problem("expert_group", what, f"expert_group = {near}")
 
 
-def _reduction(layout: Layout) -> Iterator[Problem]:
+def _reduction(job: JobSpec, layout: Layout) -> Iterator[Problem]:
     """What sends a part of the gradients needs them whole, and keeps an error as large as they are on each rank."""
     if layout.reduce not in WITH_ERRORS:
         return
-    if layout.zero >= 2:
+    if job.precision == "fp16":
+        what = f"{layout.reduce} keeps errors from step to step, between which fp16 changes the loss scale"
+        yield _problem("reduce", what, 'reduce = "fp32", "bf16" or "fp16", or job.precision = "bf16"')
+    elif layout.zero >= 2:
         what = (
             f"{layout.reduce} keeps errors as large as all gradients on every rank, which zero {layout.zero} is to save"
         )

@@ -13,8 +13,8 @@ from phalanx.plan.schedule import FORWARD_CHANNEL, Schedule, Transfer
 from phalanx.plan.shards import Buffer
 from phalanx.spec.job import Precision
 
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
-ACCUMULATION_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+ACCUMULATION_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from phalanx.spec.schema import Below1, Count, Count31, NotNegative, Positive, R
 
 Batch = Annotated[int, Range(at_least=1, at_most=2**20)]
 TimeLimit = Annotated[float, Range(above=0, at_most=10**6)]  # a socket counts its own in nanoseconds, in 63 bits
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Documents = Literal["joined", "separate"]
 
 PYTHON_STDLIB = "python-stdlib"
@@ -99,7 +99,8 @@ class JobSpec:
     """One training job. `global_batch` counts sequences per optimizer step, `seq_len` tokens per sequence.
 
     `precision` is that of compute; master weights and optimizer state stay fp32 ("fp64" is float64 all through: for
-    checking). `label_smoothing` is the part of each target that all ids share equally, `z_loss` the weight of log² Z,
+    checking). "fp16" scales the loss, by half as much after each step whose gradients overflow; such a step changes
+    nothing. `label_smoothing` is the part of each target that all ids share equally, `z_loss` the weight of log² Z,
     with Z the sum of a token's exponentiated logits: both belong to the loss that is trained and shown.
     A step whose loss or gradient is no finite number ends the run, or with `on_non_finite` "skip" changes nothing.
     With `compile`, torch.compile fuses what a block does between matrix products and messages.

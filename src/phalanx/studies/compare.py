@@ -34,6 +34,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "fp32": Tolerance(total=1e-5, gradients=1e-5, later=1e-4, zero=2**-23),
     "fp64": Tolerance(total=1e-10, gradients=1e-10, later=1e-9, zero=2**-52),
     "bf16": Tolerance(total=2e-3, gradients=5e-2, later=1e-2, zero=2**-16),
+    "fp16": Tolerance(total=5e-4, gradients=1e-2, later=5e-3, zero=2**-18),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.store import resume
@@ -50,6 +51,8 @@ class Continuation:
             )
             raise CheckpointError(what, where=str(loaded.path), instead="set job.global_batch as it was")
         engine.optimizer.num_steps = loaded.extra["optimizer_steps"]
+        if job.precision == "fp16" and "loss_scale" in loaded.extra:
+            engine.loss_scale.restore(loaded.extra["loss_scale"])
         engine.publish()
         if engine.data.lossy and not loaded.reduction:
             self._say(f"errors of the {engine.plan.layout.reduce} reduction begin anew: there are none of this layout")
@@ -90,5 +93,10 @@ class Continuation:
             raise RunError(f"the state after step {step} could not be saved; of this run's checkpoints {kept}")
 
     def _save(self, step: int, *, background: bool) -> None:
-        extra = {"num_samples": step * self._job.global_batch, "optimizer_steps": self._engine.optimizer.num_steps}
+        extra: dict[str, Any] = {
+            "num_samples": step * self._job.global_batch,
+            "optimizer_steps": self._engine.optimizer.num_steps,
+        }
+        if self._job.precision == "fp16":
+            extra["loss_scale"] = self._engine.loss_scale.state()
         self._saver.save(step, extra, background=background)

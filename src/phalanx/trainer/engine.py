@@ -23,6 +23,7 @@ from phalanx.trainer.data_parallel import DataParallel
 from phalanx.trainer.flat import COMPUTE_DTYPES, FlatBuffer
 from phalanx.trainer.initial import fill
 from phalanx.trainer.loss import Objective
+from phalanx.trainer.loss_scale import LossScale
 from phalanx.trainer.micro_batch import Documents, MicroBatch, on_device
 from phalanx.trainer.model import build
 from phalanx.trainer.optim import AdamW, squared_norm
@@ -86,6 +87,7 @@ class Engine:
         )
         self.pipeline = self._pipeline_of(self._schedule(layout.num_micro_batches(job.global_batch)))
         self.optimizer = AdamW(self.data.slices, job.optimizer)
+        self.loss_scale = LossScale(job.precision)
 
     def _schedule(self, num_micro_batches: int) -> Schedule:
         layout = self.plan.layout
@@ -122,6 +124,7 @@ class Engine:
                 labels=label,
                 sequences=sequence,
                 num_supervised=max(1, num_supervised),
+                loss_scale=self.loss_scale.value,
                 documents=document,
                 step=step,
                 seed=self.plan.job.seed,
@@ -161,12 +164,16 @@ class Engine:
         return loss
 
     def synchronize(self) -> None:
-        """Make the gradients of copies complete: after this, gradients are as the optimizer gets them.
+        """Take the loss scale out of gradients and make those of copies complete: after this, they are as the optimizer
+        gets them.
 
         Values replicated over the tensor axis saw only this rank's tokens under sequence parallelism; norms of heads
         and a kv head's copies saw only this rank's query heads; each copy of a tied embedding only its use
         (correctness.md 6, 9, 10).
         """
+        if self.loss_scale.value != 1.0:
+            for part in self.data.slices:
+                part.gradients.mul_(1.0 / self.loss_scale.value)
         if self.parallel.cuts_tokens:
             self._sum_copies("tensor", "tensor", "replicated gradients")
         self._sum_copies("heads", "tensor", "head norm gradients")

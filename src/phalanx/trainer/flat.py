@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.plan.shards import Buffer, Leaf
 from phalanx.trainer.process import own_mapping
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def accumulation_dtype(compute: torch.dtype) -> torch.dtype:

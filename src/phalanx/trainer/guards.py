@@ -33,14 +33,19 @@ class Guards:
 
     def allow_update(self, batches: Sequence[MicroBatch], loss: float, norm: float) -> bool:
         """Whether the gradients of `batches` may change the weights: not if the global `loss` or gradient `norm` is no
-        finite number and `job.on_non_finite` says to skip such a step.
+        finite number and `job.on_non_finite` says to skip such a step. Gradients that overflow under a loss scale lower
+        it, whatever the job says.
 
         Both are the same on all ranks, so all agree. Raises RunError, with one text on all ranks, if the job says to
         stop or too many steps were skipped in a row.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
+            self._engine.loss_scale.fitted()
             return True
+        if math.isfinite(loss) and self._engine.loss_scale.lower():
+            self.num_skipped += 1
+            return False
         if self._job.on_non_finite == "skip" and self._in_a_row < MAX_SKIPPED_IN_A_ROW:
             self._in_a_row += 1
             self.num_skipped += 1

@@ -72,6 +72,7 @@ def step(engine: Engine, source: Batches, clock: Clock, stop: StopRequest, guard
         gradient_norm=norm,
         learning_rate=rate,
         skipped_steps=guards.num_skipped,
+        loss_scale=batches[0].loss_scale,
         updated=updated,
     )
 

@@ -41,13 +41,17 @@ def head_loss(
     objective: Objective,
     parallel: TensorParallel,
     segments: Segments = EAGER,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Sum over supervised tokens of `objective`, divided by `num_supervised`: a float64 scalar, equal on all ranks.
 
     `inputs` [tokens, hidden]; `labels` [all tokens], negative where not supervised. `vocabulary`: the real (not
-    padding) ids that this rank holds. The gradients are computed here and now; `backward` only hands the input's on.
+    padding) ids that this rank holds. The gradients, of `loss_scale` times that, are computed here and
+    now; `backward` only hands the input's on.
     """
-    result: Tensor = _HeadLoss.apply(inputs, weight, labels, vocabulary, num_supervised, objective, parallel, segments)
+    result: Tensor = _HeadLoss.apply(
+        inputs, weight, labels, vocabulary, num_supervised, objective, parallel, segments, loss_scale
+    )
     return result
 
 
@@ -100,6 +104,7 @@ class _HeadLoss(Function):
         objective: Objective,
         parallel: TensorParallel,
         segments: Segments,
+        loss_scale: float,
     ) -> Tensor:
         rows = len(vocabulary)
         real = Weight(weight.value[:rows], weight.grad[:rows])
@@ -109,7 +114,14 @@ class _HeadLoss(Function):
         for start in range(0, inputs.shape[0], HEAD_ROWS):
             chunk = slice(start, start + HEAD_ROWS)
             loss, input_grad[chunk] = _chunk_loss(
-                inputs[chunk], real, labels[chunk], vocabulary.start, num_supervised, objective, parallel.comm, segments
+                inputs[chunk],
+                real,
+                labels[chunk],
+                vocabulary.start,
+                num_supervised / loss_scale,
+                objective,
+                parallel.comm,
+                segments,
             )
             total += loss
         ctx.input_grad = parallel.reduce(input_grad, "head input gradient")
@@ -118,7 +130,7 @@ class _HeadLoss(Function):
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
         input_grad, ctx.input_grad = ctx.input_grad, None
-        return input_grad * output_grad.to(input_grad.dtype), *[None] * 7
+        return input_grad * output_grad.to(input_grad.dtype), *[None] * 8
 
 
 def _chunk_loss(
@@ -126,12 +138,13 @@ def _chunk_loss(
     weight: Weight,
     labels: Tensor,
     first_row: int,
-    num_supervised: int,
+    divisor: float,
     objective: Objective,
     comm: Comm,
     segments: Segments,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient (correctness.md 22 to 24).
+    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient (correctness.md 22 to 24). Both
+    gradients are those of the loss over `divisor`.
 
     Each rank reduces its own columns; its log-sum-exp and its part of what is linear in the logits then meet those of
     the others in one small message. With s the label smoothing, c the z-loss and V the ids of all ranks,
@@ -152,7 +165,7 @@ def _chunk_loss(
         factor.mul_(1.0 + 2.0 * objective.z_loss * log_sum)
         losses.add_(log_sum.square(), alpha=objective.z_loss)
     loss = torch.where(supervised, losses, 0.0).sum(dtype=torch.float64)
-    scale = (supervised.to(inputs.dtype) / num_supervised).unsqueeze(1)
+    scale = (supervised.to(inputs.dtype) / divisor).unsqueeze(1)
     scores_grad = segments.loss_gradient(exponentials, factor, local, here, kept, shared).to(inputs.dtype)
     add_product(weight, scores_grad, inputs * scale)
     return loss, (scores_grad @ weight.value).mul_(scale)

@@ -35,7 +35,8 @@ class Documents:
 class MicroBatch:
     """What one forward reads. `tokens`, `labels` [sequences, positions] int64, labels negative where not supervised;
     `sequences` [sequences] int64: places in the global batch. `num_supervised` counts the whole global batch, so that
-    the losses of all micro-batches of all ranks add up to its mean. `documents`: None where they are joined, so
+    the losses of all micro-batches of all ranks add up to its mean; gradients are those of `loss_scale` times the loss.
+    `documents`: None where they are joined, so
     that tokens attend to all before them in the sequence. `step` and `seed` address dropout.
 
     With `validates` there is no dropout, nothing is kept for a backward, and the loss is the sum of the cross-entropy
@@ -45,6 +46,7 @@ class MicroBatch:
     labels: Tensor
     sequences: Tensor
     num_supervised: int
+    loss_scale: float = 1.0
     documents: Documents | None = None
     step: int = 0
     seed: int = 0

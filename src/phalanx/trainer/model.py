@@ -119,7 +119,7 @@ class Norm:
 
 def _join_heads(attended: Tensor) -> Tensor:
     """[sequences, heads, positions, width] → [tokens, heads × width]."""
-    return attended.transpose(1, 2).flatten(0, 1).flatten(1)
+    return attended.transpose(1, 2).reshape(-1, attended.shape[1] * attended.shape[3])
 
 
 class Layer:
@@ -248,6 +248,7 @@ class Head:
             self.objective,
             self.parallel,
             self.segments,
+            batch.loss_scale,
         )
 
 

@@ -23,8 +23,9 @@ the slowest at the end of a step. "compute" is the rest of the time."""
 class StepRecord:
     """One step, the same on every rank. `step` counts from 1; `loss` is the mean over the supervised tokens of the
     global batch, before the update; `gradient_norm` before clipping. `skipped_steps` counts those since the run began
-    or went on whose loss or norm was no finite number, so that they changed no weight. `updated`:
-    whether this one did; one without any supervised token does not either.
+    or went on whose loss or norm was no finite number, so that they changed no weight. `loss_scale` is that of fp16,
+    and 1 in other precisions. `updated`: whether this step changed weights; one without any supervised token does not
+    either.
 
     `step_s`: wall seconds from one step's end to the next; `share`: the parts of it that the average rank computed, or
     was blocked in communication of one of AXES (waiting for a late peer included), adding up to 1. `tokens_per_s`
@@ -43,6 +44,7 @@ class StepRecord:
     tokens_per_s_per_device: float
     share: Mapping[str, float]
     skipped_steps: int = 0
+    loss_scale: float = 1.0
     updated: bool = True
     validation_loss: float | None = None
     validation_s: float | None = None
@@ -66,7 +68,9 @@ class StepRecord:
         width = len(str(num_steps))
         parts = [f"{kind} {part:3.0%}" for kind, part in self.share.items() if part]
         if not self.is_finite:
-            parts.append(f"skipped ({self.skipped_steps} so far)")
+            overflow = self.loss_scale > 1.0 and math.isfinite(self.loss)
+            why = f", gradients overflow at a loss scale of {self.loss_scale:,.0f}" if overflow else ""
+            parts.append(f"skipped ({self.skipped_steps} so far){why}")
         elif not self.updated:
             parts.append("no supervised token, no update")
         if self.validation_loss is not None:

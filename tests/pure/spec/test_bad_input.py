@@ -93,7 +93,7 @@ TABLE = [
     ("lr = 1e-3", "lr = 1e-3\nmin_lr = 0.1", 11, "optimizer.min_lr = 0.1", "above lr = 0.001"),
     ("lr = 1e-3", 'name = "adam"', 10, 'optimizer.name = "adam"', 'did you mean "adamw"?'),
     ("seq_len = 32", 'seq_len = 32\nprecision = "bfloat16"', 8, '"bfloat16"', 'did you mean "bf16"?'),
-    ("seq_len = 32", 'seq_len = 32\nprecision = "int8"', 8, '"int8"', 'one of "fp32", "bf16", "fp64"'),
+    ("seq_len = 32", 'seq_len = 32\nprecision = "int8"', 8, '"int8"', 'one of "fp32", "bf16", "fp16", "fp64"'),
     ("tensor = 2", "zero = 4", 14, "layout.zero = 4", "one of 0, 1, 2, 3"),
     ("tensor = 2", "zero = true", 14, "layout.zero = true", "one of 0, 1, 2, 3"),
     ('comm = "auto"', "comm_timeout_s = 0", 16, "launch.comm_timeout_s = 0", "above 0", '"30 s"'),
