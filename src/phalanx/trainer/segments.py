@@ -70,7 +70,8 @@ def _swiglu_backward(gate_up: Tensor, output_grad: Tensor) -> Tensor:
     grad = torch.empty_like(gate_up)
     gate_grad, up_grad = grad.chunk(2, -1)
     torch.mul(output_grad, F.silu(gate), out=up_grad)
-    torch.ops.aten.silu_backward.grad_input(output_grad * up, gate, grad_input=gate_grad)
+    torch.mul(output_grad, up, out=gate_grad)
+    torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
     return grad
 
 

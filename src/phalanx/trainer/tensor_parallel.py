@@ -203,15 +203,13 @@ class _Column(Function):
         again: Again | None,
     ) -> Tensor:
         ctx.weights, ctx.biases, ctx.parallel, ctx.purpose = weights, biases, parallel, purpose
-        widths = [weight.value.shape[0] for weight in weights]
 
         def multiply(out: Tensor, rows: Tensor) -> None:
-            parts = out.split(widths, 1) if len(widths) > 1 else (out,)
-            for index, (weight, columns) in enumerate(zip(weights, parts, strict=True)):
+            for index, (weight, columns) in enumerate(zip(weights, _columns_of(out, weights), strict=True)):
                 _linear(rows, weight, biases[index] if biases else None, columns)
 
         num_tokens = inputs.shape[0] * (parallel.comm.size if parallel.cuts_tokens else 1)
-        output = inputs.new_empty(num_tokens, sum(widths))
+        output = inputs.new_empty(num_tokens, sum(weight.value.shape[0] for weight in weights))
         inputs = parallel.gather_into_product(inputs, multiply, output, f"{purpose} input")
         _keep(ctx, inputs, again)
         return output
@@ -219,7 +217,7 @@ class _Column(Function):
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
         parallel, weights = ctx.parallel, ctx.weights
-        grads = output_grad.split([weight.value.shape[0] for weight in weights], 1)
+        grads = _columns_of(output_grad, weights)
         inputs, arrival = _kept(ctx), DONE
         if ctx.again is not None:  # on its way while the input gradient is computed
             inputs, arrival = parallel.start_gather(inputs, f"{ctx.purpose} input")
@@ -239,6 +237,11 @@ class _Column(Function):
             bias.grad.add_(grad.sum(0))
         _wait(works)
         return input_grad, None, None, None, None, None
+
+
+def _columns_of(whole: Tensor, weights: Sequence[Weight]) -> Sequence[Tensor]:
+    """Each layer's columns of what lies side by side."""
+    return whole.split([weight.value.shape[0] for weight in weights], 1) if len(weights) > 1 else (whole,)
 
 
 def _linear(inputs: Tensor, weight: Weight, bias: Weight | None, out: Tensor) -> None:
