@@ -113,7 +113,8 @@ def write_to_both(log: Path) -> None:
     if os.fork() == 0:
         try:
             os.close(write_end)
-            for interrupt in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Slurm signals every process of a step: this one lives on until all that is said has passed.
+            for interrupt in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(interrupt, signal.SIG_IGN)
             with log.open("ab", buffering=0) as file:
                 while chunk := os.read(read_end, 1 << 16):
