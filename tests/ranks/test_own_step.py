@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint.store import opened
 from phalanx.errors import InputError, LayoutError
 from phalanx.own.prepare import prepare
+from phalanx.own.stage import drawing
 from phalanx.own.whole import module_weights
 from phalanx.plan.layout import Layout
 from phalanx.plan.module import ModulePlan
@@ -58,6 +59,34 @@ def test_unequal_counts_give_the_global_mean(layout: Layout) -> None:
     assert found_norm == pytest.approx(norm.item(), rel=1e-5)
     for name, parameter in module.named_parameters():
         assert relative(gradients[name], parameter.grad) < 1e-5, name
+
+
+def without_items(world: World, plan: ModulePlan) -> tuple[float, bool]:
+    """A step in which nothing counts: its mean, and whether the weights are those of before."""
+    step = step_in(world, small(), plan)
+    before = [parameter.detach().clone() for parameter in step.module.parameters()]
+    inputs, labels = images(3)
+    mean = step.forward_backward(step.share((inputs, labels.fill_(-100))), counted)
+    step.update()
+    return mean, all(torch.equal(a, b) for a, b in zip(before, step.module.parameters(), strict=True))
+
+
+def test_a_step_without_items_changes_no_weight() -> None:
+    layout = Layout(data=2, micro_batch=2)
+    assert on_ranks(layout, without_items, module_plan(layout)) == [(0.0, True)] * 2
+
+
+def test_what_is_drawn_follows_from_run_step_and_place() -> None:
+    def drawn(*seed: int) -> list[float]:
+        with drawing(seed):
+            return torch.rand(3).tolist()
+
+    outside = torch.get_rng_state()
+    seeds = [(1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0)]
+    first = [drawn(*seed) for seed in seeds]
+    assert [drawn(*seed) for seed in seeds] == first
+    assert len({tuple(values) for values in first}) == 4
+    assert torch.equal(torch.get_rng_state(), outside)
 
 
 class Partly(Small):
