@@ -97,7 +97,7 @@ def _of_plan(arguments: argparse.Namespace) -> tuple[Schedule, list[Drawing]]:
     plan = plan_of(arguments.plan or RunDir(arguments.run).plan, ())
     count = plan.layout.num_micro_batches(plan.job.global_batch)
     made = _schedule(plan.layout, count)
-    drawings = [Drawing(walk=pipeline_walk(plan, engine(OURS), count), name="predicted")]
+    drawings = [Drawing(walk=pipeline_walk(plan, engine(OURS, plan.job), count), name="predicted")]
     if arguments.run:
         step, walk = measured(RunDir(arguments.run), plan.layout, made)
         drawings.append(Drawing(walk=walk, name=f"measured in step {step}"))

@@ -80,7 +80,8 @@ def reasons(
 
 def _compared(entry: Scanned) -> str:
     if entry.plan is not None and entry.slower < 0:
-        return f"tensor {entry.tensor} gains {-entry.slower:.1%} at most, with more machinery: {entry.plan.layout}"
+        how = f"gains {-entry.slower:.1%} at most" if entry.slower <= -0.0005 else "is as fast"
+        return f"tensor {entry.tensor} {how}, with more machinery: {entry.plan.layout}"
     return f"tensor {entry.tensor} loses {entry.slower:.1%}: {entry.because}"
 
 
@@ -96,7 +97,7 @@ def _simpler(first: Plan, fastest: Plan) -> list[str]:
     if gain < 0.0005:
         return []
     return [
-        f"it needs the least machinery of all within {NEAR:.0%} of the fastest, which gains {gain:.1%}: "
+        f"the first needs the least machinery of all within {NEAR:.0%} of the fastest, which gains {gain:.1%}: "
         f"{fastest.layout}"
     ]
 

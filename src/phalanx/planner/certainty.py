@@ -57,7 +57,7 @@ def likely(layout: Layout, cluster: ClusterSpec, engine_name: str) -> Likely:
 def words(layout: Layout, cluster: ClusterSpec, engine_name: str) -> str:
     """The range and where it comes from, as text."""
     found = likely(layout, cluster, engine_name)
-    return f"80 % of such steps should take {found.low:.2f} to {found.high:.2f} of the predicted time: {found.because}"
+    return f"80% of such steps should take {found.low:.2f} to {found.high:.2f} of the predicted time: {found.because}"
 
 
 @cache

@@ -14,6 +14,7 @@ from phalanx.plan.legality import engine_problems
 from phalanx.plan.operations import Kernels
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.candidates import RECOMPUTES, Space
+from phalanx.spec.job import JobSpec
 from phalanx.spec.schema import suggest
 
 if sys.version_info >= (3, 11):
@@ -44,7 +45,8 @@ class Engine:
 
     Time: `factor` multiplies the whole step (the one number that may be fitted to an engine's published runs).
     `matmul_factor` scales the device's matrix efficiency, `attention_factor` that of its attention kernel (older
-    kernels); `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels.
+    kernels); `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels;
+    `compiled_passes` the same under `job.compile`, 0 where that changes nothing.
     `host_layer_s` is what the host needs to issue one layer's forward (backward takes `host_backward` times that),
     `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides.
 
@@ -73,6 +75,7 @@ class Engine:
     matmul_factor: float = 1.0
     attention_factor: float = 1.0
     elementwise_passes: float = 1.0
+    compiled_passes: float = 0.0
     host_layer_s: float = 0.0
     host_backward: float = 1.0
     host_micro_batch_s: float = 0.0
@@ -129,12 +132,15 @@ def _runnable() -> Space:
     )
 
 
-def engine(name: str = OURS) -> Engine:
-    """One engine by name; raises SpecError with the known ones."""
+def engine(name: str = OURS, job: JobSpec | None = None) -> Engine:
+    """One engine by name, as it runs `job` if that is given; raises SpecError with the known ones."""
     known = profiles()
     if name not in known:
         raise SpecError(f'unknown engine "{name}"', instead=suggest(name, sorted(known)))
-    return known[name]
+    found = known[name]
+    if job and job.compile and found.compiled_passes:
+        found = replace(found, elementwise_passes=found.compiled_passes)
+    return found
 
 
 def _engine(name: str, table: dict[str, Any]) -> Engine:

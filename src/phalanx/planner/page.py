@@ -129,7 +129,7 @@ def _timeline(plan: Plan, engine_name: str) -> str:
         return f"<p>{layout.pipeline} stages: phalanx schedule show draws them</p>"
     count = min(layout.num_micro_batches(job.global_batch), 2 * layout.pipeline)
     shape = (layout.pipeline, layout.virtual_stages, count)
-    drawing = Drawing(name="predicted", walk=pipeline_walk(plan, engine(engine_name), count))
+    drawing = Drawing(name="predicted", walk=pipeline_walk(plan, engine(engine_name, job), count))
     return f'<div style="overflow:auto">{svg(schedule(layout.schedule, *shape), [drawing])}</div>'
 
 

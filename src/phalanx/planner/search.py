@@ -58,7 +58,7 @@ def search(
 
     Raises LayoutError, with the sum of the closest layout and the least change that helps, when none can run.
     """
-    task = Task(model=model, job=job, cluster=cluster, runner=engine(engine_name), given=dict(given or {}))
+    task = Task(model=model, job=job, cluster=cluster, runner=engine(engine_name, job), given=dict(given or {}))
     if model.num_experts and engine_name == OURS:
         others = ", ".join(name for name in profiles() if name != OURS)
         what = f"{model.name} has experts, which the trainer does not run"
@@ -105,7 +105,7 @@ def glance(
     no such layout is legal and fits."""
     if model.num_experts and engine_name == OURS:
         return None  # search says why
-    runner = engine(engine_name)
+    runner = engine(engine_name, job)
     plain = replace(runner.space, schedules=("1f1b",), recompute_every=(1,), zero_in_node=False)
     task = Task(model=model, job=job, cluster=cluster, runner=replace(runner, space=plain), given=dict(given))
     _, layouts, _ = _legal(task)
@@ -118,7 +118,7 @@ def predict(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layout: Layout
     found = problems(model, job, cluster, layout)
     if found:
         raise LayoutError(found)
-    task = Task(model=model, job=job, cluster=cluster, runner=engine(engine_name), given={})
+    task = Task(model=model, job=job, cluster=cluster, runner=engine(engine_name, job), given={})
     return Ranking(task, of([layout]), only_fitting=False).plan(0)
 
 
