@@ -59,8 +59,9 @@ class Engine:
     in which ZeRO 1 and 2 move gradients and parameters (0: buckets of the layout's size); `optimizer_bytes` per
     parameter read and written by the optimizer with norm, clipping and casts.
 
-    Memory: `states` by precision; `loss_bytes` bytes per logit at the peak (`sharded_loss_bytes` where the vocabulary
-    is cut); `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to allocated.
+    Memory: `states` by precision; `whole_gradients` the blocks whose gradients are whole at once on their way to the
+    shards of ZeRO 2 and 3; `loss_bytes` bytes per logit at the peak (`sharded_loss_bytes` where the vocabulary is cut);
+    `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to allocated.
 
     Two layouts of one model closer than `tie` cannot be told apart (from the residuals of
     benchmarks/planner_accuracy.py; see planner.certainty for single times).
@@ -91,6 +92,7 @@ class Engine:
     shard_messages: int = 0
     optimizer_bytes: float = 40.0
     states: dict[str, States] = field(default_factory=dict)
+    whole_gradients: int = 0
     loss_bytes: float = 8.0
     sharded_loss_bytes: float = 8.0
     context_bytes: int = 0

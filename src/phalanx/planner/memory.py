@@ -137,7 +137,9 @@ def memory(
         "activations": flight * chunk + (repeated.sum(1) > 0) * _column(costs.working_bytes),
         "logits": logits,
         "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
-        "buffers": (4 * boundary if pipeline > 1 else 0) + np.where(shards > 1, 2.0 * layouts.bucket_bytes, 0.0),
+        "buffers": (4 * boundary if pipeline > 1 else 0)
+        + np.where(shards > 1, 2.0 * layouts.bucket_bytes, 0.0)
+        + np.where((zero >= 2) & (shards > 1), engine.whole_gradients * unit * states.gradient, 0.0),
     }
     allocated = sum(by_kind.values())
     by_kind["overhead"] = allocated * (engine.fragmentation - 1.0) + engine.context_bytes

@@ -171,7 +171,7 @@ def test_what_lies_just_beyond_the_memory_says_by_how_much() -> None:
 
 def test_what_helps_is_tried_first() -> None:
     """Advice names the keys that are in the way, and a memory that is enough."""
-    cluster = replace(SMALL, device=replace(DEVICE, memory_bytes=6 * 2**20))
+    cluster = replace(SMALL, device=replace(DEVICE, memory_bytes=8 * 2**20))
     with pytest.raises(LayoutError) as caught:
         search(LLAMA, JOB, cluster, {"pipeline": 1, "tensor": 1, "zero": 0, "bucket_bytes": 2**20})
     instead = caught.value.problems[0].instead
@@ -187,7 +187,7 @@ def test_impossible_wishes_are_an_error() -> None:
 
 
 def test_rejected_layouts_are_counted_with_a_change_that_fits() -> None:
-    cluster = replace(SMALL, device=replace(DEVICE, memory_bytes=6 * 2**20))
+    cluster = replace(SMALL, device=replace(DEVICE, memory_bytes=8 * 2**20))
     found = search(LLAMA, JOB, cluster)
     assert sum(entry.count for entry in found.rejected) + found.num_fitting == found.num_layouts
     too_large = found.rejected[-1]
