@@ -57,6 +57,20 @@ def test_each_segment_computes_the_same(dtype: torch.dtype) -> None:
             assert (ours - theirs).norm() <= tolerance * ours.norm(), name
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_turning_in_place_is_the_same(sign: int) -> None:
+    """Of a view: what lies behind the heads that are turned stays."""
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.randn(2, 6, 5, 8, generator=generator, dtype=torch.float64)
+    theirs, before = ours.clone(), ours.clone()
+    angles = torch.randn(6, 1, 4, generator=generator, dtype=torch.float64)
+    for way, heads in ((EAGER, ours), (traced(), theirs)):
+        way.rotate(heads[:, :, :3], angles.cos(), angles.sin(), sign)
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert ours[:, :, 3:].equal(before[:, :, 3:]) and theirs[:, :, 3:].equal(before[:, :, 3:])
+    assert not torch.allclose(ours[:, :, :3], before[:, :, :3])
+
+
 def losses(**changes: Any) -> tuple[list[float], list[float]]:
     """Losses and norms of three steps, with recompute, so that segments run in backward too."""
     plan = tiny_plan(Layout(micro_batch=2, recompute="selective"), tiny_model(num_layers=2), **changes)

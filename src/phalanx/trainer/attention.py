@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.micro_batch import Documents, MicroBatch
+from phalanx.trainer.segments import EAGER
 
 
 class Attention:
@@ -24,7 +25,7 @@ class Attention:
         self, model: ModelSpec, heads: range, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
     ) -> None:
         self.heads, self.num_kv_heads, self.rotation = heads, num_kv_heads, rotation
-        self.dropout = model.attention_dropout
+        self.dropout, self.segments = model.attention_dropout, EAGER
 
     def __call__(self, qkv: Tensor, batch: MicroBatch, layer: int) -> Tensor:
         """Attend."""
@@ -45,7 +46,7 @@ class Attention:
         rotation = self.rotation
         if rotation is not None and positions is None:
             rotation = rotation[0][: qkv.shape[1]], rotation[1][: qkv.shape[1]]
-        return kernels.split_heads(qkv, len(self.heads), self.num_kv_heads, rotation, positions)
+        return kernels.split_heads(qkv, len(self.heads), self.num_kv_heads, rotation, positions, self.segments)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shared = self.num_kv_heads != len(self.heads)

@@ -45,6 +45,7 @@ def split_heads(
     num_kv_heads: int,
     rotation: tuple[Tensor, Tensor] | None,
     positions: Tensor | None = None,
+    segments: Segments = EAGER,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[sequences, positions, (heads + 2 kv heads) × width] → q, k, v, each [sequences, its heads, positions, width].
 
@@ -53,7 +54,7 @@ def split_heads(
     [sequences, positions] (int64), those are the rows of `rotation` to take. All three are views of `qkv`, which is
     overwritten: nothing is copied, and attention takes the strides as they are.
     """
-    q, k, v = _SplitHeads.apply(qkv, num_heads, num_kv_heads, rotation, positions)
+    q, k, v = _SplitHeads.apply(qkv, num_heads, num_kv_heads, rotation, positions, segments)
     return q, k, v
 
 
@@ -174,31 +175,30 @@ class _SplitHeads(Function):
         num_kv_heads: int,
         rotation: tuple[Tensor, Tensor] | None,
         positions: Tensor | None,
+        segments: Segments,
     ) -> tuple[Tensor, ...]:
         sequences, num_positions, features = qkv.shape
         total = num_heads + 2 * num_kv_heads
         heads = qkv.view(sequences, num_positions, total, features // total)
         ctx.num_turned, ctx.rotation, ctx.positions = num_heads + num_kv_heads, rotation, positions
+        ctx.segments = segments
         if rotation is not None:
-            _rotate(heads[:, :, : ctx.num_turned], rotation, positions, sign=1)
+            segments.rotate(heads[:, :, : ctx.num_turned], *_angles(rotation, positions), 1)
         return heads.transpose(1, 2).split([num_heads, num_kv_heads, num_kv_heads], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         heads_grad = torch.cat([grad.transpose(1, 2) for grad in grads], 2)
         if ctx.rotation is not None:
-            _rotate(heads_grad[:, :, : ctx.num_turned], ctx.rotation, ctx.positions, sign=-1)
-        return heads_grad.flatten(2), None, None, None, None
+            turned = heads_grad[:, :, : ctx.num_turned]
+            ctx.segments.rotate(turned, *_angles(ctx.rotation, ctx.positions), -1)
+        return heads_grad.flatten(2), *[None] * 5
 
 
-def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor], positions: Tensor | None, *, sign: int) -> None:
-    """Turn `heads` [sequences, positions, heads, width] by the angles (`sign` -1: back), in place."""
-    first, second = heads.chunk(2, -1)
+def _angles(rotation: tuple[Tensor, Tensor], positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the positions, as they meet heads [sequences, positions, heads, width / 2]."""
     rows = rotation if positions is None else (rotation[0][positions], rotation[1][positions])
-    cosines, sines = (table.unsqueeze(-2) for table in rows)
-    from_first = first * sines
-    first.mul_(cosines).addcmul_(second, sines, value=-sign)
-    second.mul_(cosines).add_(from_first, alpha=sign)
+    return rows[0].unsqueeze(-2), rows[1].unsqueeze(-2)
 
 
 class _AddPositions(Function):

@@ -180,7 +180,7 @@ class Layer:
 
     def use(self, segments: Segments) -> None:
         """From now on, compute what lies between matrix products as `segments` does."""
-        self.segments = self.norm1.segments = self.norm2.segments = segments
+        self.segments = self.norm1.segments = self.norm2.segments = self.attention.segments = segments
 
     def _activate(self, up: Tensor) -> Tensor:
         if self.model.gated:

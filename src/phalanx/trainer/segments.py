@@ -1,5 +1,6 @@
 """The element-wise stretches of a block between its matrix products and messages, as pure functions of tensors: written
-by hand for eager PyTorch, or plainly for `torch.compile`, which fuses each into one or two kernels.
+by hand for eager PyTorch, or plainly for `torch.compile`, which fuses each into one or two kernels. (Layer norm and
+GELU are not among them: torch has one kernel for each.)
 
 What a rank sends, and what it writes into flat buffers, stays outside of them.
 """
@@ -29,6 +30,8 @@ class Segments:
     `rms_norm(inputs, weight, eps)`: output, and the scale of each row in accumulation precision.
     `rms_norm_backward(inputs, scale, output_grad, weight)`: gradients of inputs and weight, the latter in accumulation
     precision. `swiglu(gate_up)`: silu(gate) × up. `swiglu_backward(gate_up, output_grad)`: gradient of `gate_up`.
+    `rotate(heads, cosines, sines, sign)`: turn the halves of the last dim of `heads` by the angles (sign -1: back), in
+    place.
 
     `exponentials(scores)` of logits [tokens, ids]: exp(scores - row maximum), log-sum-exp and maximum of each row; the
     scores are lost. `loss_gradient(exponentials, factor, label, here, kept, shared)`: each row times its factor, minus
@@ -39,6 +42,7 @@ class Segments:
     rms_norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor], Tensor]
     swiglu_backward: Callable[[Tensor, Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor, int], None]
     exponentials: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     loss_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
 
@@ -75,6 +79,13 @@ def _swiglu_backward(gate_up: Tensor, output_grad: Tensor) -> Tensor:
     return grad
 
 
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, sign: int) -> None:
+    first, second = heads.chunk(2, -1)
+    from_first = first * sines
+    first.mul_(cosines).addcmul_(second, sines, value=-sign)
+    second.mul_(cosines).add_(from_first, alpha=sign)
+
+
 def _exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In place and pass by pass: several times faster on CPU than torch.softmax, which allocates."""
     highest = scores.amax(1)
@@ -95,6 +106,7 @@ EAGER = Segments(
     rms_norm_backward=_rms_norm_backward,
     swiglu=_swiglu,
     swiglu_backward=_swiglu_backward,
+    rotate=_rotate,
     exponentials=_exponentials,
     loss_gradient=_loss_gradient,
 )
@@ -125,6 +137,12 @@ def _plain_swiglu_backward(gate_up: Tensor, output_grad: Tensor) -> Tensor:
     sigmoid = torch.sigmoid(gate)
     gate_grad = output_grad * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat([gate_grad, output_grad * gate * sigmoid], -1)
+
+
+def _plain_rotate(heads: Tensor, cosines: Tensor, sines: Tensor, sign: int) -> None:
+    first, second = heads.chunk(2, -1)
+    turned = first * cosines - sign * second * sines, second * cosines + sign * first * sines
+    heads.copy_(torch.cat(turned, -1))
 
 
 def _plain_exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,6 +185,7 @@ def compiled(backend: str = "inductor") -> Segments:
         rms_norm_backward=fuse(_plain_rms_norm_backward),
         swiglu=fuse(_plain_swiglu),
         swiglu_backward=fuse(_plain_swiglu_backward),
+        rotate=fuse(_plain_rotate),
         exponentials=fuse(_plain_exponentials),
         loss_gradient=fuse(_plain_loss_gradient),
     )
