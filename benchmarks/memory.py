@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,35 +36,18 @@ from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer.recorder import Recorder
 
-STATES = ModelSpec(
-    name="mostly states",
-    num_layers=8,
-    hidden=512,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=64,
-    ffn=1536,
-    vocab=8192,
-    max_seq_len=128,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
+STATES = replace(
+    here.LLAMA, name="mostly states", num_layers=8, hidden=512, head_dim=64, ffn=1536, vocab=8192, max_seq_len=128
 )
-ACTIVATIONS = ModelSpec(
+ACTIVATIONS = replace(
+    here.LLAMA,
     name="mostly activations",
     num_layers=8,
-    hidden=256,
     num_heads=4,
     num_kv_heads=4,
     head_dim=64,
-    ffn=768,
     vocab=2048,
     max_seq_len=1024,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
-    tied=False,
 )
 ZERO = {f"ZeRO {zero}": Layout(data=4, zero=zero) for zero in range(4)}
 ZERO_OF_2 = {f"ZeRO {zero}": Layout(data=2, zero=zero) for zero in range(4)}

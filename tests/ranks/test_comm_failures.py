@@ -238,7 +238,7 @@ def test_faults_strike_at_their_rank_and_step(shared_memory: bool) -> None:
 
 
 def test_a_stall_is_named() -> None:
-    faults = Faults().stall_at(rank=1, step=2, seconds=2.5)
+    faults = Faults().stall_at(rank=1, step=2, seconds=5)
 
     def program(comm: Any) -> str:
         faults.install(comm)

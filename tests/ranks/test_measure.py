@@ -10,6 +10,7 @@ import torch
 from threads import run_threads
 
 from phalanx.plan.comm import Comm
+from phalanx.planner.engine import engine
 from phalanx.spec import clusters
 from phalanx.spec.cluster_file import as_toml
 from phalanx.spec.document import read
@@ -18,6 +19,11 @@ from phalanx.trainer import measure, measure_links
 from phalanx.trainer.measure_links import Here, cluster_table, median
 
 CPU = torch.device("cpu")
+
+
+def test_passes_of_kernels_are_those_of_the_planner() -> None:
+    """The planner multiplies by what a measurement divided out."""
+    assert engine().elementwise_passes == measure.EAGER_PASSES
 
 
 def test_every_figure_of_a_device_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

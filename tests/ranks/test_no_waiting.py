@@ -54,7 +54,7 @@ def guarded_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.update(1e-3, 0.5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("style", "layout"),
     [

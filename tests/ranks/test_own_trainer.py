@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import signal
 import subprocess
 import sys
@@ -122,16 +121,10 @@ def test_a_plain_script_becomes_parallel_in_ten_lines() -> None:
         assert "\n".join(script) in document
 
 
-def test_the_example_learns_digits_on_four_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A third of its steps, after which it reads most of them."""
-    script = tmp_path / "parallel.py"
-    script.write_text((EXAMPLES / "parallel.py").read_text().replace("num_steps=150", "num_steps=50"))
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=os.pathsep)
-    assert main(["run", "--ranks", "4", str(script)]) == 0
+def test_the_example_learns_digits_on_four_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--ranks", "4", str(EXAMPLES / "parallel.py")]) == 0
     (line,) = capfd.readouterr().out.splitlines()
-    assert float(line.split()[1]) > 0.85
+    assert float(line.split()[1]) > 0.97
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

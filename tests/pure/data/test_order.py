@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.order import permute, sample_ids
@@ -26,7 +26,6 @@ def test_a_huge_epoch_costs_no_memory_and_repeats_nothing(num_samples: int, seed
     assert ids.min() >= 0 and ids.max() < num_samples
 
 
-@settings(max_examples=30)
 @given(num_samples=st.integers(1, 200), global_batch=st.integers(1, 64), seed=seeds)
 def test_each_epoch_of_a_run_holds_every_sample_once(num_samples: int, global_batch: int, seed: int):
     num_steps = -(-3 * num_samples // global_batch)

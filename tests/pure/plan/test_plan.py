@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import SpecError
@@ -75,7 +75,6 @@ def example(**changes: Any) -> Plan:
     return Plan(**(parts | changes))
 
 
-@settings(max_examples=40)
 @given(plan=values(Plan))
 def test_any_plan_is_read_as_it_was_written(tmp_path_factory, plan):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
