@@ -13,6 +13,8 @@ from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.operations import Kernels
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import schedule
+from phalanx.plan.shards import rank_buffers
+from phalanx.plan.stage_traffic import COMPUTE_BYTES
 from phalanx.plan.traffic import traffic
 from phalanx.plan.walk import walk
 from phalanx.planner import memory, network
@@ -62,6 +64,15 @@ def test_an_activation_message_counts_bytes_not_elements() -> None:
     )
     (message,) = [m for m in traffic(plan, Coord()) if m.purpose == "attention output"]
     assert message.payload_bytes / message.count == 960 * MIB
+
+
+def test_a_square_gradient_is_much_smaller_than_an_activation() -> None:
+    """One h × h gradient at h = 7680 in 16 bits: 112.5 MiB, an eighth of the message above."""
+    buffers = rank_buffers(gpt(7680, 1, 48), Layout(), Coord(), 2048)
+    (piece,) = [
+        piece for b in buffers for piece in b.pieces if piece.parameter.name.endswith("self_attn.o_proj.weight")
+    ]
+    assert piece.rectangle.num_elements * COMPUTE_BYTES["bf16"] == 112.5 * MIB
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(2**34, 0.128), (2**20, 1.02e-4)])
