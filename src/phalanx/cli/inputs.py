@@ -11,11 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from phalanx.checkpoint.folder import find, whole
 from phalanx.errors import CheckpointError, DataError, InputError, LayoutError, Problem
-from phalanx.launch.environment import Launched
 from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
@@ -25,6 +21,7 @@ from phalanx.spec.load import RunSpec, load
 
 if TYPE_CHECKING:
     from phalanx.data.source import Source
+    from phalanx.launch.environment import Launched
     from phalanx.planner.search import Search
 
 
@@ -79,6 +76,8 @@ def with_data(plan: Plan, *, quiet: bool = False) -> Plan:
     Raises DataError for data that is missing or damaged, that does not fit the model, or that is less than one batch:
     of several sets and the one to validate on, all that are missing at once.
     """
+    from rich.console import Console
+
     from phalanx.data.build import ensure
 
     missing: list[Problem] = []
@@ -130,6 +129,8 @@ def check_start(plan: Plan, path: Path, overrides: Sequence[str], run_dir: RunDi
     """See that the checkpoint that a run shall go on from is whole, or that one with nothing to go on from in `run_dir`
     (None: a new folder) can start with the weights it names. Raises CheckpointError, with the line of the run file at
     `path`, if not; and InputError where blocks shall be compiled and there is nothing to compile with."""
+    from phalanx.checkpoint.folder import find, whole
+
     _check_compiler(plan, path, overrides)
     start, resume = plan.job.checkpoint.init_from, plan.job.checkpoint.resume
     try:

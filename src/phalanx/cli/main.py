@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
-import importlib.metadata
 import io
 import os
 import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -139,7 +136,9 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.write(_help())
         return 0
     if arguments[0] == "--version":
-        sys.stdout.write(f"phalanx {importlib.metadata.version('phalanx')}\n")
+        from importlib.metadata import version  # slow to load, and wanted here alone
+
+        sys.stdout.write(f"phalanx {version('phalanx')}\n")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
@@ -169,6 +168,9 @@ def _help() -> str:
 
 def _log(error: Exception) -> str:
     """Keep the traceback out of the way, but keep it. Returns the file's path."""
+    import tempfile
+    import traceback
+
     with tempfile.NamedTemporaryFile("w", prefix="phalanx-error-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     return file.name
