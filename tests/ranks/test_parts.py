@@ -77,6 +77,12 @@ def test_dropout_masks_are_fair_and_independent() -> None:
             assert (first == second).float().mean().item() == pytest.approx(0.75**2 + 0.25**2, abs=0.01)
 
 
+def test_what_dropout_keeps_makes_up_for_what_it_drops() -> None:
+    """Each kept value is divided by the probability of being kept: the mean over all fates is the value."""
+    keep = torch.tensor([True, True, True, False])
+    assert dropout.apply(torch.full((4,), 6.0), keep, 0.25).tolist() == [8.0, 8.0, 8.0, 0.0]
+
+
 def test_a_slice_of_an_activation_gets_its_slice_of_the_mask() -> None:
     whole = dropout.keep_mask(7, 0.5, torch.arange(4).view(4, 1, 1), torch.arange(6).view(6, 1), torch.arange(5))
     part = dropout.keep_mask(7, 0.5, torch.tensor([2]).view(1, 1, 1), torch.arange(3, 6).view(3, 1), torch.arange(5))

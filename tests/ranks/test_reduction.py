@@ -163,6 +163,25 @@ def test_power_sgd_is_exact_where_the_sum_has_its_rank() -> None:
         assert left < 1e-2
 
 
+def test_power_sgd_is_exact_whatever_the_rank_of_what_cancels() -> None:
+    """Only the sum must have the rank, which takes first factors that are alike on all members."""
+
+    def member(comm: Comm) -> tuple[float, Tensor]:
+        buffer = layer(comm.index, rank_of_sum=3)
+        for number, weight in enumerate(buffer.weights.values()):
+            noise = torch.randn(weight.grad.shape, generator=torch.Generator().manual_seed(number))
+            weight.grad.add_(noise, alpha=1 if comm.index == 0 else -1 if comm.index == 1 else 0)
+        expected = sum(layer(index, rank_of_sum=3).gradients.double() for index in range(SIZE))
+        reduction = PowerSGD([buffer], comm, 3, 1)
+        run(reduction.all_reduce([buffer]))
+        assert isinstance(expected, Tensor)
+        return ((buffer.gradients - expected).norm() / expected.norm()).item(), left_out(reduction, buffer)
+
+    errors, left = zip(*run_group(SIZE, member), strict=True)
+    assert max(errors) < 1e-5
+    assert left[0].norm() > 1.0 and sum(left).norm() < 1e-2 * left[0].norm()
+
+
 def test_top_k_sends_the_largest() -> None:
     def member(comm: Comm) -> tuple[Tensor, Tensor, int]:
         buffer = layer(comm.index)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.order import permute, sample_ids
+from phalanx.data.order import in_order, permute, sample_ids
 
 seeds = st.integers(0, 2**63)
 
@@ -54,6 +54,13 @@ def test_the_order_never_changes_between_releases_golden():
 def test_seeds_and_epochs_give_orders_of_their_own():
     orders = {tuple(permute(np.arange(50), 50, seed, epoch).tolist()) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
+
+
+def test_sets_of_one_size_have_orders_of_their_own():
+    """Were they read in one order, a mixture would meet the same places of all its sets together."""
+    orders = {tuple(in_order(np.arange(50), 50, 7, stream).tolist()) for stream in range(20)}
+    assert len(orders) == 20 and all(sorted(order) == list(range(50)) for order in orders)
+    assert in_order(np.arange(50), 50, 7).tolist() == sample_ids(7, 0, 50, 50).tolist(), "a lone set is stream 0"
 
 
 def test_every_place_is_as_likely_as_every_other():
