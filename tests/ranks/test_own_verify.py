@@ -111,3 +111,4 @@ def attends() -> nn.Module:
 def test_dropout_that_is_no_layer_is_switched_off() -> None:
     verdict = phalanx.verify_module(attends, cross_entropy, images(), module_plan(Layout(micro_batch=2)))
     verdict.check()
+    assert len(verdict.findings) == 2 + len(list(attends().parameters()))

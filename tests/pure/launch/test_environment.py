@@ -72,9 +72,11 @@ def test_too_few_tasks_of_srun_name_the_batch_line():
         found.check_num_ranks(2)
 
 
-def test_a_job_of_one_task_may_start_all_ranks_itself():
-    check_alone(8, 8, {})
-    check_alone(8, 8, BATCH)
+@pytest.mark.parametrize("environ", [{}, BATCH], ids=["alone", "batch"])
+def test_a_job_of_one_task_may_start_all_ranks_itself(environ: dict[str, str]):
+    check_alone(8, 8, environ)
+    with pytest.raises(InputError, match="the layout has 9 ranks, a node 8 devices"):
+        check_alone(9, 8, environ)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -262,10 +261,15 @@ TEXTS = st.sampled_from(
 
 @given(st.lists(st.tuples(KEYS, TEXTS), min_size=1, max_size=4))
 def test_whatever_is_written_is_taken_or_refused(tmp_path_factory, settings):
-    """No input gets past the checks into an error of ours."""
+    """No input gets past the checks into an error of ours; what is refused has its place, a word on each mistake."""
     path = write(tmp_path_factory.mktemp("run"), GOOD)
-    with contextlib.suppress(SpecError):
-        load(path, [f"{key}={text}" for key, text in settings])
+    taken, mistakes = None, []
+    try:
+        taken = load(path, [f"{key}={text}" for key, text in settings])
+    except SpecError as error:
+        mistakes = error.problems
+    assert bool(taken) != bool(mistakes)
+    assert all(mistake.where and mistake.what for mistake in mistakes)
 
 
 def test_of_names_that_are_equally_near_none_is_suggested():
