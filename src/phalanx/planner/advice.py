@@ -47,10 +47,12 @@ def difference(plan: Plan, winner: Plan) -> str:
 NAMES = {
     "tensor": "messages inside layers",
     "data": "messages of the data axis",
-    "pipeline": "waiting in the pipeline",
+    "pipeline": "waiting for other stages",
+    "transfer": "messages between stages",
+    "gathers": "gathering parameters",
     "recompute": "computing activations again",
     "compute": "compute (smaller or fewer products per device)",
-    "host and gathers": "issuing kernels and gathering parameters",
+    "host": "issuing kernels",
     "optimizer": "the optimizer",
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from phalanx.plan.plan import Prediction
+from phalanx.planner import timeline
 from phalanx.planner.candidates import ARRAYS, RECOMPUTES, Array, Candidates
 from phalanx.planner.costs import Pass
 from phalanx.planner.engine import Engine
@@ -46,29 +48,57 @@ def assumptions(job: JobSpec, engine: Engine) -> tuple[str, ...]:
 
 
 def by_kind(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: float) -> dict[str, float]:
-    """Seconds of a step by kind, on the pipeline coordinate with most work; "pipeline" is its waiting."""
+    """Seconds of a step by kind, on the pipeline coordinate with most work; "pipeline" is its waiting for others, and
+    of messages only what nothing hides counts."""
     micro_batches = int(group.footprint.layouts.num_micro_batches(job.global_batch)[index])
     work = (group.times.forward_s[index] + group.times.backward_s[index])[group.footprint.places].sum(0) * micro_batches
     at = int(np.argmax(work))
-    weights = {
-        "layer": float(group.footprint.layers.sum(0)[at]),
-        "embedding": float((group.footprint.places[:, at] == 0).any()),
-    }
-    weights["head"] = float((group.footprint.places[:, at] == group.footprint.places.max()).any())
-    kinds = dict.fromkeys(("compute", "recompute", "tensor"), 0.0)
-    repeated = float(group.footprint.repeated[index].sum(0)[at])
-    passes = {f"{block}_{direction}": weights[block] for block in weights for direction in ("forward", "backward")}
-    passes |= {"layer_backward": repeated, "layer_backward_plain": weights["layer"] - repeated}
-    for name, weight in passes.items():
-        part: Pass = getattr(group.footprint.costs, name)
-        for kind in kinds:
-            kinds[kind] += weight * micro_batches * _at(getattr(part, f"{kind}_s"), index)
-    kinds["host and gathers"] = max(0.0, float(work[at]) - sum(kinds.values()))
-    kinds["pipeline"] = max(0.0, pipeline_s - float(work[at]))
+    kinds = {kind: micro_batches * seconds for kind, seconds in _of_micro_batch(group, index, at).items()}
+    kinds["host"] = max(0.0, float(work[at]) - sum(kinds.values()))
+    on_the_way = max(0.0, pipeline_s - _without_transfers_s(group, index, pipeline_s, micro_batches))
+    kinds["transfer"] += on_the_way
+    kinds["pipeline"] = max(0.0, pipeline_s - float(work[at]) - on_the_way)
     tail = float(group.tail_s[index])
     kinds["data"] = min(tail, _at(group.tail.exposed_s[:, at], index))
     kinds["optimizer"] = tail - kinds["data"]
     return {kind: engine.factor * seconds for kind, seconds in kinds.items()}
+
+
+def _of_micro_batch(group: Group, index: int, at: int) -> dict[str, float]:
+    """Seconds of one micro-batch on pipeline coordinate `at`, besides what the host adds."""
+    footprint, gathers = group.footprint, group.gathers
+    price = int(footprint.costs.which[index])
+    stages, last = footprint.places[:, at], footprint.places.max()
+    layers, repeated = float(footprint.layers.sum(0)[at]), float(footprint.repeated[index].sum(0)[at])
+    weights = {
+        "layer_forward": layers,
+        "layer_backward": repeated,
+        "layer_backward_plain": layers - repeated,
+        **dict.fromkeys(("embedding_forward", "embedding_backward"), float((stages == 0).any())),
+        **dict.fromkeys(("head_forward", "head_backward"), float((stages == last).any())),
+    }
+    kinds = dict.fromkeys(("compute", "recompute", "tensor", "gathers"), 0.0)
+    for name, weight in weights.items():
+        part: Pass = getattr(footprint.costs, name)
+        for kind in ("compute", "recompute", "tensor"):
+            kinds[kind] += weight * _at(getattr(part, f"{kind}_s"), price)
+        if name.startswith("layer"):
+            gather = _at(gathers.forward_s if name == "layer_forward" else gathers.backward_s, index)
+            kinds["gathers"] += weight * max(gathers.tax * gather, gather - _at(part.total_s, price))
+    ends = int((stages > 0).sum() + (stages < last).sum())
+    return {**kinds, "transfer": ends * _at(group.waits_s, index)}
+
+
+def _without_transfers_s(group: Group, index: int, pipeline_s: float, micro_batches: int) -> float:
+    """Seconds of the pipeline were its messages free: by the bound where `pipeline_s` is the bound, else replayed."""
+    layout, places = group.footprint.layouts.layout(index), group.footprint.places
+    if layout.pipeline == 1:
+        return pipeline_s
+    alone = group.times.take(np.array([index]))
+    alone = replace(alone, transfer_s=np.zeros(1))
+    if pipeline_s == float(group.pipeline_s[index]):
+        return float(timeline.bound(layout.schedule, alone, places, np.array([micro_batches]))[0])
+    return timeline.replay_s(layout.schedule, alone, 0, layout.pipeline, layout.virtual_stages, micro_batches)
 
 
 def _at(values: Any, index: int) -> float:

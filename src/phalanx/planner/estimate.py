@@ -65,10 +65,13 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A footprint, fully priced; `step_s` uses the bound on the pipeline's time."""
+    """A footprint, fully priced; `step_s` uses the bound on the pipeline's time. `gathers` and `waits_s` [layouts], the
+    part of one transfer that compute waits for at either end, are counted in `times` already."""
 
     footprint: Footprint
     times: timeline.StageTimes
+    gathers: data_axis.Gathers
+    waits_s: Array
     pipeline_s: Array
     tail: data_axis.Tail
     tail_s: Array
@@ -210,7 +213,7 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     links = network.placements(cluster, layouts)
     layer = memory.elements(model, layouts).layer
     gathers = data_axis.gathers(cluster, engine, job.precision, layouts, links["shards"], layer)
-    boundary = priced.boundary_bytes / (layouts.tensor if engine.scatter_boundary else 1)
+    boundary = priced.at(priced.boundary_bytes) / (layouts.tensor if engine.scatter_boundary else 1)
     transfer_s = network.point_to_point_s(cluster, boundary, links["pipeline"])
     waited = engine.blocking_transfers if layouts.overlap else 1.0
     times = timeline.stage_times(priced, per_stage, repeated, gathers, transfer_s, engine, waited)
@@ -229,6 +232,8 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     return Group(
         footprint=footprint,
         times=times,
+        gathers=gathers,
+        waits_s=np.asarray(waited * transfer_s),
         pipeline_s=pipeline_s,
         tail=tail,
         tail_s=tail_s,

@@ -13,7 +13,8 @@ from phalanx.planner.messages import Priced, of_layer, of_step
 from phalanx.planner.search import Search
 from phalanx.units import format_bytes, format_seconds
 
-COMMUNICATION = ("tensor", "data")
+COMMUNICATION = ("tensor", "gathers", "transfer", "data")
+"""Kinds of time that are waiting for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
