@@ -5,8 +5,8 @@ Everything here is per rank and micro-batch unless it says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Pass:
 class Costs:
     """Forward and backward of a layer, the embedding and the head; bytes kept per layer and while recomputing, and of
     layers that are left out of that (`plain`); bytes between stages; tokens and vocabulary rows whose logits exist at a
-    time. Arrays, one entry per layout."""
+    time. Numbers, or arrays with one entry per distinct price; `which` of them each layout has."""
 
     layer_forward: Pass
     layer_backward: Pass
@@ -58,18 +58,15 @@ class Costs:
     working_bytes: Any
     boundary_bytes: Any
     logits: Any
+    which: Array
 
     def take(self, index: Array) -> Costs:
         """The layouts at `index`."""
-        return cast(Costs, _take(self, index))
+        return replace(self, which=self.which[index])
 
-
-def _take(value: Any, index: Array) -> Any:
-    if isinstance(value, np.ndarray):
-        return value[index] if value.ndim else value
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{field.name: _take(getattr(value, field.name), index) for field in fields(value)})
-    return value
+    def at(self, values: Any) -> Array:
+        """One of the fields, or a part of one, with an entry per layout."""
+        return np.asarray(values[self.which]) if np.ndim(values) else np.full(len(self.which), values)
 
 
 def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
@@ -82,10 +79,12 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     if model.num_experts:
         columns += [layouts.data, layouts.expert_group]
     first, inverse = distinct(*columns)
-    return _priced(model, job, cluster, engine, layouts.take(first)).take(inverse)
+    return _priced(model, job, cluster, engine, layouts.take(first), inverse)
 
 
-def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:
+def _priced(
+    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates, which: Array
+) -> Costs:
     cut = cut_of(model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=str(job.precision) == "fp8")
     layer = operations.layer(model, cut, engine.kernels)
     places = network.placements(cluster, layouts)
@@ -112,6 +111,7 @@ def _priced(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine
         working_bytes=working,
         boundary_bytes=cut.rows * cut.hidden * cut.element,
         logits=rows * cut.vocab,
+        which=which,
     )
 
 

@@ -71,19 +71,23 @@ def tail(
     own = held.elements - held.experts
     reduced = own * engine.reduce_bytes * _part_sent(layouts, engine)
 
-    def split(operation: str, payload: Any, pieces: Any, group: str = "shards") -> Any:
-        place = network.Placement(size=places[group].size[:, None], per_node=places[group].per_node[:, None])
-        return pieces * network.collective_s(cluster, operation, payload / pieces, place)
+    def split(rows: Array, operation: str, payload: Array, pieces: Any, group: str = "shards") -> Array:
+        """Seconds of `pieces` messages that make up `payload`, under the layouts at `rows`; 0 under others."""
+        seconds = np.zeros(own.shape)
+        if rows.any():
+            place = network.Placement(size=places[group].size[rows, None], per_node=places[group].per_node[rows, None])
+            count = np.broadcast_to(pieces, own.shape)[rows]
+            seconds[rows] = count * network.collective_s(cluster, operation, payload[rows] / count, place)
+        return seconds
 
     buckets = np.maximum(1, np.ceil(reduced / layouts.bucket_bytes))
-    whole = split("all_reduce", reduced, buckets)
     sharded_pieces = np.maximum(1, num_layers) * engine.shard_messages if engine.shard_messages else buckets
-    scatter = split("reduce_scatter", reduced, sharded_pieces)
-    gather = split("all_gather", own * min(states.parameter, 4.0), sharded_pieces)
+    cut, copied = (layouts.zero == 1) | (layouts.zero == 2), (layouts.zero > 0) & (layouts.num_shards < layouts.data)
     rounds = np.where(zero == 2, num_micro_batches[:, None], 1)
-    across = split("all_reduce", reduced / layouts.num_shards[:, None], buckets, "replicas")
-    reduce_s = np.where(zero == 0, whole, np.where(zero < 3, rounds * scatter, 0.0) + across)
-    gather_s = np.where((zero == 1) | (zero == 2), gather, 0.0)
+    reduce_s = split(layouts.zero == 0, "all_reduce", reduced, buckets)
+    reduce_s = reduce_s + rounds * split(cut, "reduce_scatter", reduced, sharded_pieces)
+    reduce_s = reduce_s + split(copied, "all_reduce", reduced / layouts.num_shards[:, None], buckets, "replicas")
+    gather_s = split(cut, "all_gather", own * min(states.parameter, 4.0), sharded_pieces)
     if held.experts.any():
         reduce_s = reduce_s + _experts_s(cluster, engine, footprint, rounds)
     overlap = np.where(zero == 0, engine.data_overlap, engine.scatter_overlap)

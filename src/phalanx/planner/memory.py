@@ -120,11 +120,11 @@ def memory(
     for number in np.unique(layouts.schedule):
         rows = layouts.schedule == number
         flight[rows] = in_flight(layouts.schedules[number], pipeline, len(layers), num_micro_batches[rows])
-    kept, plain = (np.asarray(each)[..., None, None] for each in (costs.kept_bytes, costs.kept_bytes_plain))
+    kept, plain = (costs.at(each)[:, None, None] for each in (costs.kept_bytes, costs.kept_bytes_plain))
     chunk = (repeated * kept + (layers - repeated) * plain).max(-2)
-    boundary = _column(costs.boundary_bytes)
+    boundary = _column(costs.at(costs.boundary_bytes))
     loss_bytes = np.where(_column(layouts.tensor) > 1, engine.sharded_loss_bytes, engine.loss_bytes)
-    logits = last * (_column(costs.logits) * loss_bytes + 2 * boundary)
+    logits = last * (_column(costs.at(costs.logits)) * loss_bytes + 2 * boundary)
     transient = np.maximum(
         0.0, held.elements * states.transient - logits
     )  # logits are gone when backward makes gradients
@@ -134,7 +134,7 @@ def memory(
         "parameters": np.where(zero >= 3, held.shard, held.elements) * states.parameter,
         "gradients": np.where(zero >= 2, held.shard, held.elements) * states.gradient * copies + transient,
         "optimizer": np.where(zero >= 1, held.shard, held.elements) * states.optimizer,
-        "activations": flight * chunk + (repeated.sum(1) > 0) * _column(costs.working_bytes),
+        "activations": flight * chunk + (repeated.sum(1) > 0) * _column(costs.at(costs.working_bytes)),
         "logits": logits,
         "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
         "buffers": (4 * boundary if pipeline > 1 else 0)

@@ -86,13 +86,15 @@ def inter_node_bytes_per_s(cluster: ClusterSpec, place: Placement) -> Size:
 
 def collective_s(cluster: ClusterSpec, operation: str, payload: Size, place: Placement) -> Seconds:
     """Seconds of one collective of `payload` bytes (the convention of plan.comm); 0 for a group of one."""
-    size = np.maximum(place.size, 1)
+    size, several = np.maximum(place.size, 1), np.asarray(place.nodes > 1)
     rounds = 2.0 if operation == "all_reduce" else 1.0
-    inside = rounds * (size - 1) * ring_step_s(cluster.intra_node, payload / size, size, cluster.devices_per_node)
-    if operation == "all_reduce":
-        inside = _with_switch(cluster, payload, size, inside)
-    across = _across_s(cluster, rounds, payload, place)
-    return np.where(size == 1, 0.0, np.where(place.nodes > 1, across, inside))
+    across: Seconds = _across_s(cluster, rounds, payload, place) if several.any() else 0.0
+    inside: Seconds = 0.0
+    if not several.all():
+        inside = rounds * (size - 1) * ring_step_s(cluster.intra_node, payload / size, size, cluster.devices_per_node)
+        if operation == "all_reduce":
+            inside = _with_switch(cluster, payload, size, inside)
+    return np.where(size == 1, 0.0, np.where(several, across, inside))
 
 
 def _with_switch(cluster: ClusterSpec, payload: Size, size: Size, ring: Seconds) -> Seconds:

@@ -54,18 +54,19 @@ def stage_times(
     first[0], last[-1] = 1, 1
 
     def stage(layer: Any, embedding: Any, head: Any) -> Array:
-        parts = np.asarray(layer)[:, None] * layers + np.asarray(embedding)[:, None] * first
-        return np.asarray(parts + np.asarray(head)[:, None] * last)
+        parts = np.asarray(layer)[:, None] * layers + costs.at(embedding)[:, None] * first
+        return np.asarray(parts + costs.at(head)[:, None] * last)
 
-    layer_forward = np.maximum(costs.layer_forward.total_s + gathers.tax * gathers.forward_s, gathers.forward_s)
+    forward_s = costs.at(costs.layer_forward.total_s)
+    layer_forward = np.maximum(forward_s + gathers.tax * gathers.forward_s, gathers.forward_s)
     again, plain = (
-        np.maximum(backward.total_s + gathers.tax * gathers.backward_s, gathers.backward_s)
+        np.maximum(costs.at(backward.total_s) + gathers.tax * gathers.backward_s, gathers.backward_s)
         for backward in (costs.layer_backward, costs.layer_backward_plain)
     )
     forward = stage(layer_forward, costs.embedding_forward.total_s, costs.head_forward.total_s)
     backward = stage(plain, costs.embedding_backward.total_s, costs.head_backward.total_s)
     backward = backward + np.asarray(again - plain)[:, None] * repeated
-    weight = stage(costs.layer_weight_s, costs.embedding_backward.total_s, 0.0 * transfer_s)
+    weight = stage(costs.at(costs.layer_weight_s), costs.embedding_backward.total_s, 0.0)
     waits = waited * np.asarray(transfer_s)[:, None] if len(layers) > 1 else 0.0
     return StageTimes(
         forward_s=forward + engine.host_micro_batch_s + waits * (1.0 - last),
