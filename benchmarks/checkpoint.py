@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.store import load
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
@@ -43,7 +44,7 @@ from phalanx.rundir import RunDir
 from phalanx.spec.job import CheckpointSpec, JobSpec
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.recorder import Recorder
-from phalanx.trainer.state import StatePiece, state
+from phalanx.trainer.state import state
 from phalanx.trainer.world import World, connect
 
 NUM_RANKS = 2

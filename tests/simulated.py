@@ -11,12 +11,13 @@ from torch import Tensor
 from phalanx.checkpoint.folder import whole
 from phalanx.checkpoint.parts import publish, write_part
 from phalanx.checkpoint.reshard import read_pieces
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.plan.comm import Group
 from phalanx.plan.groups import groups
 from phalanx.plan.plan import Plan
 from phalanx.trainer.comm import SoloComm
 from phalanx.trainer.engine import Engine
-from phalanx.trainer.state import StatePiece, state
+from phalanx.trainer.state import state
 
 
 class SilentComm:
@@ -54,7 +55,7 @@ def scramble(every: list[list[StatePiece]], seed: int) -> None:
         if key not in wholes:
             generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()) + seed)
             wholes[key] = torch.randn(piece.parameter.shape, generator=generator, dtype=piece.tensor.dtype)
-        piece.tensor.copy_(wholes[key][_place(piece)])
+        piece.tensor.copy_(wholes[key][piece.rectangle.index])
 
 
 def gather(every: list[list[StatePiece]], *, owned: bool = True) -> dict[tuple[str, str], Tensor]:
@@ -65,12 +66,8 @@ def gather(every: list[list[StatePiece]], *, owned: bool = True) -> dict[tuple[s
             if piece.owned == owned:
                 key = (piece.kind, piece.parameter.name)
                 empty = torch.full(piece.parameter.shape, torch.nan, dtype=piece.tensor.dtype)
-                tensors.setdefault(key, empty)[_place(piece)] = piece.tensor
+                tensors.setdefault(key, empty)[piece.rectangle.index] = piece.tensor
     return tensors
-
-
-def _place(piece: StatePiece) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(piece.rectangle.start, piece.rectangle.stop, strict=True))
 
 
 def write(folder: Path, plan: Plan, every: list[list[StatePiece]]) -> Path:

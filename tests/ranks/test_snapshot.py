@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.plan.shards import Parameter, Rectangle
+from phalanx.checkpoint.tensor_file import StatePiece
+from phalanx.plan.shards import Parameter
 
 
 class OnGpu(Tensor):
@@ -21,23 +21,12 @@ class OnGpu(Tensor):
     device = property(lambda self: torch.device("cuda", 0))
 
 
-@dataclass
-class Live:
-    tensor: Tensor
-    kind: str = "weight"
-    owned: bool = True
-
-    @property
-    def parameter(self) -> Parameter:
-        return Parameter(name="w", shape=tuple(self.tensor.shape), std=0.0)
-
-    @property
-    def rectangle(self) -> Rectangle:
-        return Rectangle(start=(0,) * self.tensor.ndim, stop=tuple(self.tensor.shape))
+def live_piece(tensor: Tensor) -> StatePiece:
+    return StatePiece.whole(Parameter(name="w", shape=tuple(tensor.shape)), tensor)
 
 
 def test_copies_keep_what_was_there() -> None:
-    live = [Live(torch.arange(6.0).view(2, 3)), Live(torch.ones(4, dtype=torch.bfloat16))]
+    live = [live_piece(torch.arange(6.0).view(2, 3)), live_piece(torch.ones(4, dtype=torch.bfloat16))]
     copies = Snapshot(live).take()
     for each in live:
         each.tensor.zero_()
@@ -60,7 +49,11 @@ def test_from_a_gpu_copies_go_to_page_locked_memory_and_are_waited_for_once(monk
     def stream(device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(synchronize=lambda: said.append(("waited", device.index)))
 
-    live = [Live(torch.ones(3).as_subclass(OnGpu)), Live(torch.ones(2).as_subclass(OnGpu)), Live(torch.ones(1))]
+    live = [
+        live_piece(torch.ones(3).as_subclass(OnGpu)),
+        live_piece(torch.ones(2).as_subclass(OnGpu)),
+        live_piece(torch.ones(1)),
+    ]
     monkeypatch.setattr(torch, "empty", recorded_empty)
     monkeypatch.setattr(Tensor, "copy_", recorded_copy)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)

@@ -102,7 +102,7 @@ class ChunkedTensor:
         for chunk in self.chunks:
             common = chunk.rectangle.intersect(wanted)
             if common:
-                values[_inside(wanted, common)] = chunk.load()[_inside(chunk.rectangle, common)]
+                values[common.within(wanted)] = chunk.load()[common.within(chunk.rectangle)]
                 missing -= common.num_elements
         if missing:
             what = f"{missing} elements of a tensor of shape {list(self.shape)} are not there exactly once"
@@ -155,9 +155,3 @@ def _chunk(folder: Path, name: str, chunk: Any, places: Mapping[tuple[str, tuple
     file = folder / place.relative_path
     box = Rectangle(start=start, stop=stop)
     return Chunk(rectangle=box, file=file, offset=place.offset, num_bytes=place.length)
-
-
-def _inside(held: Rectangle, part: Rectangle) -> tuple[slice, ...]:
-    """Where `part` lies in a tensor that holds `held`."""
-    spans = zip(held.start, part.start, part.stop, strict=True)
-    return tuple(slice(start - origin, stop - origin) for origin, start, stop in spans)

@@ -18,8 +18,8 @@ from phalanx.checkpoint.hf_names import places, shapes
 from phalanx.checkpoint.hf_settings import carry, generation_config, token_ids, write_json
 from phalanx.checkpoint.manifest import ITEM_BYTES
 from phalanx.checkpoint.match import check_model, parameters
-from phalanx.checkpoint.rewrite import View, written_aside
-from phalanx.checkpoint.tensor_file import DTYPES, bytes_of, header
+from phalanx.checkpoint.rewrite import written_aside
+from phalanx.checkpoint.tensor_file import DTYPES, StatePiece, bytes_of, header
 from phalanx.checkpoint.weights import Weights
 from phalanx.plan.shards import Rectangle
 from phalanx.spec import hf
@@ -28,8 +28,6 @@ from phalanx.spec.models import from_config
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export, unless one tensor alone is larger."""
-
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -46,7 +44,7 @@ def export(weights: Weights, target: Path, *, dtype: str = "F32", shard_bytes: i
     tensors = shapes(weights.model)
     with written_aside(target) as aside:
         settings = token_ids(generation_config(weights.folders))
-        write_json(aside / CONFIG, {**config, **settings, "torch_dtype": _NAMES[dtype]})
+        write_json(aside / CONFIG, {**config, **settings, "torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")})
         carry(weights.folders, aside, weights.model.max_seq_len)
         files = _shards(tensors, dtype, shard_bytes)
         for name, members in files.items():
@@ -87,13 +85,13 @@ def _write_file(path: Path, tensors: Shapes, dtype: str, weights: Weights) -> No
         file.write(header((name, dtype, shape) for name, shape in tensors.items()))
         for name, shape in tensors.items():
             tensor = torch.empty(shape, dtype=DTYPES[dtype])
-            views = []
+            pieces = []
             for ours, place in where.items():
                 if place.tensor == name:
                     box = place.rectangle(Rectangle.of(known[ours].shape))
                     part = tensor[box.index]
-                    views.append(View(parameter=known[ours], tensor=part.t() if place.transposed else part))
-            weights.fill(views)
+                    pieces.append(StatePiece.whole(known[ours], part.t() if place.transposed else part))
+            weights.fill(pieces)
             file.write(bytes_of(tensor))
         file.flush()
         os.fsync(file.fileno())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.checkpoint import dcp
 from phalanx.checkpoint.hf_names import EMBEDDING, GPT2_PREFIX, HEAD, places, shapes
-from phalanx.checkpoint.tensor_file import FLOATS, Piece
+from phalanx.checkpoint.tensor_file import FLOATS, StatePiece
 from phalanx.errors import CheckpointError, DamagedCheckpointError, Problem
 from phalanx.plan.shards import Rectangle
 from phalanx.spec.model import ModelSpec
@@ -62,11 +62,10 @@ class Folder:
 
     def read(self, name: str, rectangle: Rectangle) -> Tensor:
         """A part of the tensor `name`."""
-        spans = zip(rectangle.start, rectangle.stop, strict=True)
-        part: Tensor = self._slices[name][tuple(slice(start, stop) for start, stop in spans)]
+        part: Tensor = self._slices[name][rectangle.index]
         return part
 
-    def fill(self, model: ModelSpec, pieces: Iterable[Piece]) -> None:
+    def fill(self, model: ModelSpec, pieces: Iterable[StatePiece]) -> None:
         """Fill the weights among `pieces` of a model that `check` has passed; values are cast to the pieces' types."""
         where = places(model)
         for piece in pieces:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from phalanx.checkpoint.manifest import Manifest, Stored
-from phalanx.checkpoint.tensor_file import DTYPE_NAMES, Piece
+from phalanx.checkpoint.tensor_file import DTYPE_NAMES, StatePiece
 from phalanx.errors import CheckpointError, Problem
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.module import ModulePlan
@@ -61,7 +61,7 @@ def check_model(there: ModelSpec, here: ModelSpec, where: str) -> None:
             raise CheckpointError(what, where=where, instead="set the model as it was, or use another run folder")
 
 
-def check_tensors(manifest: Manifest, plan: Plan | ModulePlan, pieces: Iterable[Piece], where: str) -> None:
+def check_tensors(manifest: Manifest, plan: Plan | ModulePlan, pieces: Iterable[StatePiece], where: str) -> None:
     """Raises CheckpointError with all tensors that are missing, unexpected, or of another shape or type."""
     dtypes = {(piece.kind, piece.parameter.name): DTYPE_NAMES[piece.tensor.dtype] for piece in pieces}
     if not dtypes:  # as on a pipeline rank without layers, which cannot tell what kinds there are; others can

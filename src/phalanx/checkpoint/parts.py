@@ -13,15 +13,15 @@ from typing import Any
 from phalanx.checkpoint.disk import sync_folder
 from phalanx.checkpoint.manifest import MANIFEST, PLAN, Manifest, Stored, StoredFile
 from phalanx.checkpoint.match import expected_tensors
-from phalanx.checkpoint.tensor_file import NUM_THREADS, Piece, write_tensors
+from phalanx.checkpoint.tensor_file import NUM_THREADS, StatePiece, write_tensors
 from phalanx.plan.module import ModulePlan
 from phalanx.plan.plan import Plan
 
 
-def write_part(aside: Path, rank: int, step: int, pieces: Iterable[Piece]) -> None:
+def write_part(aside: Path, rank: int, step: int, pieces: Iterable[StatePiece]) -> None:
     """Write the pieces that `rank` owns into the folder `aside`: a tensor file per kind, and the manifest of these
     files. All of it is on the disk afterwards. Raises OSError."""
-    by_kind: dict[str, list[Piece]] = {}
+    by_kind: dict[str, list[StatePiece]] = {}
     for piece in pieces:
         if piece.owned:
             by_kind.setdefault(piece.kind, []).append(piece)

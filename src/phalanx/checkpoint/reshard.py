@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import Block, Manifest, Stored, StoredFile, head_mismatch, mismatch
-from phalanx.checkpoint.tensor_file import DTYPES, NUM_THREADS, Piece
+from phalanx.checkpoint.tensor_file import DTYPES, NUM_THREADS, StatePiece
 from phalanx.errors import DamagedCheckpointError
 from phalanx.plan.shards import Rectangle
 
-Wanted = Sequence[tuple[Piece, Rectangle]]
+Wanted = Sequence[tuple[StatePiece, Rectangle]]
 """Pieces, each with the part of it that a stored rectangle or block has."""
 
 
-def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[Piece], *, check: bool = True) -> None:
+def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[StatePiece], *, check: bool = True) -> None:
     """Fill the pieces' tensors, casting to their types. Only blocks that hold something wanted are read, each once,
     with its checksum compared unless `check` is off.
 
     Raises DamagedCheckpointError, which names file, bytes and tensor, also where a piece is not covered.
     """
-    wanted: dict[tuple[str, str], list[Piece]] = {}
+    wanted: dict[tuple[str, str], list[StatePiece]] = {}
     missing: dict[int, int] = {}
     for piece in pieces:
         wanted.setdefault((piece.kind, piece.parameter.name), []).append(piece)
@@ -48,7 +48,7 @@ def read_pieces(folder: Path, manifest: Manifest, pieces: Iterable[Piece], *, ch
         )
 
 
-def _overlaps(pieces: Iterable[Piece], rectangle: Rectangle) -> Wanted:
+def _overlaps(pieces: Iterable[StatePiece], rectangle: Rectangle) -> Wanted:
     return [(piece, box) for piece in pieces if (box := piece.rectangle.intersect(rectangle))]
 
 
@@ -78,7 +78,7 @@ def _read_block(
     descriptor: int, path: Path, entry: Stored, block: Block, overlaps: Wanted, scratch: Tensor, check: bool
 ) -> None:
     piece, box = overlaps[0]
-    direct = _part(piece.tensor, piece.rectangle, box)
+    direct = piece.tensor[box.within(piece.rectangle)]
     same = direct.dtype == DTYPES[entry.dtype] and direct.device.type == "cpu"
     fits = same and box == block.rectangle and direct.is_contiguous()
     flat = direct.view(-1).view(torch.uint8) if fits else scratch[: block.num_bytes]
@@ -89,7 +89,7 @@ def _read_block(
         raise DamagedCheckpointError(problem, where=str(path))
     values = flat.view(DTYPES[entry.dtype]).view(block.rectangle.shape)
     for piece, box in overlaps[1:] if fits else overlaps:
-        _part(piece.tensor, piece.rectangle, box).copy_(_part(values, block.rectangle, box))
+        piece.tensor[box.within(piece.rectangle)].copy_(values[box.within(block.rectangle)])
 
 
 def _read_fully(descriptor: int, data: memoryview, offset: int) -> int:
@@ -101,12 +101,6 @@ def _read_fully(descriptor: int, data: memoryview, offset: int) -> int:
             break
         length += got
     return length
-
-
-def _part(tensor: Tensor, held: Rectangle, wanted: Rectangle) -> Tensor:
-    """The view of `wanted` in a tensor that has the values of `held`."""
-    spans = zip(held.start, wanted.start, wanted.stop, strict=True)
-    return tensor[tuple(slice(start - origin, stop - origin) for origin, start, stop in spans)]
 
 
 def _span(rectangle: Rectangle) -> str:

@@ -9,48 +9,33 @@ All go tensor by tensor, so that a model larger than memory passes, and write as
 
 from __future__ import annotations
 
+import functools
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from phalanx.checkpoint.hf_settings import carry
-from phalanx.checkpoint.manifest import MANIFEST, Manifest
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, Stored
 from phalanx.checkpoint.match import parameters
 from phalanx.checkpoint.parts import publish, write_part
 from phalanx.checkpoint.reshard import read_pieces
 from phalanx.checkpoint.store import opened
-from phalanx.checkpoint.tensor_file import DTYPES, Piece
+from phalanx.checkpoint.tensor_file import DTYPES, StatePiece
 from phalanx.checkpoint.weights import Weights, open_weights
 from phalanx.errors import CheckpointError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.shards import Parameter, Rectangle
+from phalanx.plan.shards import Parameter
 from phalanx.spec import clusters
 from phalanx.spec.job import JobSpec
 
 PART_BYTES = 2**28
 """Files are of about this size, each held in memory once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """All of one parameter, as a view of some tensor."""
-
-    parameter: Parameter
-    tensor: Tensor
-    kind: str = "weight"
-    owned: bool = True
-
-    @property
-    def rectangle(self) -> Rectangle:
-        """The whole tensor."""
-        return Rectangle.of(self.parameter.shape)
 
 
 def to_checkpoint(weights: Weights, target: Path) -> int:
@@ -62,13 +47,9 @@ def to_checkpoint(weights: Weights, target: Path) -> int:
     model = weights.model
     job = JobSpec(global_batch=1, seq_len=model.max_seq_len, num_steps=1, precision="fp32")
     plan = Plan(model=model, cluster=clusters.named(clusters.LOCAL), job=job, layout=Layout())
-    views = (View(parameter=parameter, tensor=torch.empty(parameter.shape)) for parameter in parameters(model).values())
+    pieces = (StatePiece.whole(parameter, torch.empty(parameter.shape)) for parameter in parameters(model).values())
     with written_aside(target) as aside:
-        num_parts = 0
-        for members in _batches(views):
-            weights.fill(members)
-            write_part(aside, num_parts, 0, members)
-            num_parts += 1
+        num_parts = _write_parts(aside, 0, pieces, weights.fill)
         carry(weights.folders, aside, model.max_seq_len)
         manifest = publish(aside, target, plan, 0, {"num_samples": 0, "optimizer_steps": 0}, num_parts)
     return manifest.num_bytes
@@ -83,9 +64,9 @@ def average(paths: Sequence[Path], target: Path, say: Callable[[str], None]) -> 
     first = open_weights(paths[0], say=say)
     every = [first, *(open_weights(path, first.model, say) for path in paths[1:])]
 
-    def fill(pieces: Iterable[Piece]) -> None:
+    def fill(pieces: Iterable[StatePiece]) -> None:
         for piece in pieces:
-            part = View(parameter=piece.parameter, tensor=torch.empty_like(piece.tensor))
+            part = StatePiece.whole(piece.parameter, torch.empty_like(piece.tensor))
             total = torch.zeros(piece.tensor.shape, dtype=torch.float64)
             for weights in every:
                 weights.fill([part])
@@ -103,20 +84,14 @@ def reshard(path: Path, target: Path) -> int:
     """
     manifest, plan = opened(path)
     tensors = {(entry.kind, entry.name): entry for entry in manifest.tensors}
-    views = (
-        View(
-            parameter=Parameter(name=entry.name, shape=entry.shape),
-            tensor=torch.empty(entry.shape, dtype=DTYPES[entry.dtype]),
-            kind=entry.kind,
-        )
-        for _, entry in sorted(tensors.items(), key=lambda item: item[0])
-    )
+
+    def piece(entry: Stored) -> StatePiece:
+        parameter = Parameter(name=entry.name, shape=entry.shape)
+        return StatePiece.whole(parameter, torch.empty(entry.shape, dtype=DTYPES[entry.dtype]), kind=entry.kind)
+
+    pieces = (piece(entry) for _, entry in sorted(tensors.items(), key=lambda item: item[0]))
     with written_aside(target) as aside:
-        num_parts = 0
-        for members in _batches(views):
-            read_pieces(path, manifest, members)
-            write_part(aside, num_parts, manifest.step, members)
-            num_parts += 1
+        num_parts = _write_parts(aside, manifest.step, pieces, functools.partial(read_pieces, path, manifest))
         _copy_others(path, manifest, aside)
         return publish(aside, target, plan, manifest.step, manifest.extra, num_parts).num_bytes
 
@@ -147,13 +122,24 @@ def written_aside(target: Path) -> Iterator[Path]:
             shutil.rmtree(aside)
 
 
-def _batches(views: Iterable[View]) -> Iterator[list[View]]:
-    """Views that together have about PART_BYTES; each is made when its turn has come."""
-    batch: list[View] = []
+def _write_parts(
+    aside: Path, step: int, pieces: Iterable[StatePiece], fill: Callable[[Iterable[StatePiece]], None]
+) -> int:
+    """Write the pieces, filled by `fill`, in parts of about PART_BYTES. Returns the number of parts."""
+    num_parts = 0
+    for num_parts, members in enumerate(_batches(pieces), start=1):
+        fill(members)
+        write_part(aside, num_parts - 1, step, members)
+    return num_parts
+
+
+def _batches(pieces: Iterable[StatePiece]) -> Iterator[list[StatePiece]]:
+    """Pieces that together have about PART_BYTES; each is made when its turn has come."""
+    batch: list[StatePiece] = []
     size = 0
-    for view in views:
-        batch.append(view)
-        size += view.tensor.nbytes
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.tensor.nbytes
         if size >= PART_BYTES:
             yield batch
             batch, size = [], 0

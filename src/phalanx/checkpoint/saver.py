@@ -29,7 +29,7 @@ from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import PURPOSE, agree, highest
 from phalanx.checkpoint.parts import publish, write_part
 from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.checkpoint.tensor_file import Piece
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.errors import CheckpointError
 from phalanx.plan.comm import Comm
 from phalanx.plan.module import ModulePlan
@@ -67,7 +67,7 @@ class Saver:
         self,
         run_dir: RunDir,
         plan: Plan | ModulePlan,
-        pieces: Iterable[Piece],
+        pieces: Iterable[StatePiece],
         comm: Comm,
         *,
         say: Callable[[str], None],
@@ -106,7 +106,7 @@ class Saver:
         if problems:
             self._give_up(step, aside, problems, background)
             return
-        pieces: Sequence[Piece] = self._owned
+        pieces: Sequence[StatePiece] = self._owned
         if background:
             self._snapshot = self._snapshot or Snapshot(self._owned)
             pieces = self._snapshot.take()

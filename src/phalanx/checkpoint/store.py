@@ -15,7 +15,7 @@ from phalanx.checkpoint.agreement import PURPOSE, agree, highest
 from phalanx.checkpoint.manifest import MISMATCH, PLAN, Manifest
 from phalanx.checkpoint.match import REDUCTION, check_plan, check_tensors, keeps_reduction
 from phalanx.checkpoint.reshard import read_pieces
-from phalanx.checkpoint.tensor_file import Piece
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.errors import CheckpointError, DamagedCheckpointError, InputError
 from phalanx.plan.comm import Comm
 from phalanx.plan.module import ModulePlan, read_plan
@@ -44,7 +44,7 @@ class Loaded:
 def resume(
     run_dir: RunDir,
     plan: Plan | ModulePlan,
-    pieces: Iterable[Piece],
+    pieces: Iterable[StatePiece],
     comm: Comm,
     *,
     say: Callable[[str], None],
@@ -83,7 +83,7 @@ def resume(
 
 
 def load(
-    path: Path, plan: Plan | ModulePlan, pieces: Iterable[Piece], comm: Comm, *, device: torch.device | None = None
+    path: Path, plan: Plan | ModulePlan, pieces: Iterable[StatePiece], comm: Comm, *, device: torch.device | None = None
 ) -> Loaded:
     """Fill the live `pieces` of this rank from the checkpoint at `path`; all ranks of `comm` call it.
 
@@ -106,7 +106,7 @@ def _newest(
     run_dir: RunDir,
     steps: Sequence[int],
     plan: Plan | ModulePlan,
-    pieces: Sequence[Piece],
+    pieces: Sequence[StatePiece],
     comm: Comm,
     tell: Callable[[str], None],
     device: torch.device,
@@ -157,7 +157,7 @@ def opened(path: Path) -> tuple[Manifest, Plan | ModulePlan]:
 
 
 def _check_fit(
-    path: Path, manifest: Manifest, there: Plan | ModulePlan, plan: Plan | ModulePlan, pieces: Sequence[Piece]
+    path: Path, manifest: Manifest, there: Plan | ModulePlan, plan: Plan | ModulePlan, pieces: Sequence[StatePiece]
 ) -> None:
     check_plan(there, plan, str(path))
     check_tensors(manifest, plan, pieces, str(path))

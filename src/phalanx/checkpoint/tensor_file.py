@@ -12,8 +12,8 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,34 +37,28 @@ NUM_THREADS = 4
 """Files that one rank writes or reads at once: checksums of one overlap with the disk's work on another."""
 
 
-class Piece(Protocol):
-    """A part of a rank's live state: `tensor` holds `rectangle` of the global tensor of `kind` for `parameter`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePiece:
+    """A part of a run's state: `tensor` holds `rectangle` of the global tensor of `kind` for `parameter`.
 
-    `owned`: of all ranks that hold the same values, this is the one that writes them.
+    Kinds: "weight" (master weights where compute is narrower), "exp_avg" and "exp_avg_sq" (AdamW's moments), "frozen"
+    and "buffer" (of modules), and `match.REDUCTION`, which is no part of a global tensor but a rank's own. `owned`: of
+    all ranks that hold the same values, exactly one writes them, and this is it.
     """
 
-    @property
-    def kind(self) -> str:
-        """What it is of the parameter: "weight", "exp_avg", …"""
+    parameter: Parameter
+    rectangle: Rectangle
+    tensor: Tensor
+    kind: str = "weight"
+    owned: bool = True
 
-    @property
-    def parameter(self) -> Parameter:
-        """The global tensor's name and shape."""
-
-    @property
-    def rectangle(self) -> Rectangle:
-        """The part of it."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """The values, of the rectangle's shape."""
-
-    @property
-    def owned(self) -> bool:
-        """Whether this rank writes it."""
+    @classmethod
+    def whole(cls, parameter: Parameter, tensor: Tensor, *, kind: str = "weight") -> StatePiece:
+        """All of a global tensor."""
+        return cls(parameter=parameter, rectangle=Rectangle.of(parameter.shape), tensor=tensor, kind=kind)
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece]) -> tuple[StoredFile, list[Stored]]:
+def write_tensors(path: Path, pieces: Sequence[StatePiece]) -> tuple[StoredFile, list[Stored]]:
     """Write the pieces, all of one kind, into a new file and force it to the disk. Raises OSError."""
     head = header(_listed(piece) for piece in pieces)
     offset = len(head)
@@ -95,7 +89,7 @@ def key(name: str, shape: tuple[int, ...], rectangle: Rectangle) -> str:
     return f"{name}@" + ",".join(f"{a}:{b}" for a, b in zip(rectangle.start, rectangle.stop, strict=True))
 
 
-def _listed(piece: Piece) -> tuple[str, str, tuple[int, ...]]:
+def _listed(piece: StatePiece) -> tuple[str, str, tuple[int, ...]]:
     name = key(piece.parameter.name, piece.parameter.shape, piece.rectangle)
     return name, DTYPE_NAMES[piece.tensor.dtype], piece.rectangle.shape
 
@@ -112,7 +106,7 @@ def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _entry(piece: Piece, file: str, offset: int, checksums: list[int]) -> Stored:
+def _entry(piece: StatePiece, file: str, offset: int, checksums: list[int]) -> Stored:
     dtype = DTYPE_NAMES[piece.tensor.dtype]
     assert piece.tensor.nbytes == piece.rectangle.num_elements * ITEM_BYTES[dtype]
     return Stored(

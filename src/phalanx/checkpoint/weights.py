@@ -16,7 +16,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Stored
 from phalanx.checkpoint.match import check_model
 from phalanx.checkpoint.reshard import read_pieces
 from phalanx.checkpoint.store import opened, together
-from phalanx.checkpoint.tensor_file import Piece
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.errors import CheckpointError
 from phalanx.plan.comm import Comm
 from phalanx.plan.module import ModulePlan
@@ -40,7 +40,7 @@ class Weights:
     path: Path
     model: ModelSpec
     folders: tuple[Path, ...]
-    fill: Callable[[Iterable[Piece]], None]
+    fill: Callable[[Iterable[StatePiece]], None]
 
 
 def open_weights(path: Path, like: ModelSpec | None = None, say: Callable[[str], None] = lambda line: None) -> Weights:
@@ -68,7 +68,7 @@ def open_weights(path: Path, like: ModelSpec | None = None, say: Callable[[str],
 def initialize(
     path: Path,
     plan: Plan,
-    pieces: Iterable[Piece],
+    pieces: Iterable[StatePiece],
     comm: Comm,
     *,
     say: Callable[[str], None],
@@ -124,7 +124,7 @@ def _of_checkpoint(path: Path, like: ModelSpec | None) -> Weights:
         if entry.kind == "weight":
             by_name.setdefault(entry.name, []).append(entry)
 
-    def fill(pieces: Iterable[Piece]) -> None:
+    def fill(pieces: Iterable[StatePiece]) -> None:
         wanted = [piece for piece in pieces if piece.kind == "weight"]
         names = dict.fromkeys(piece.parameter.name for piece in wanted)
         stored = tuple(entry for name in names for entry in by_name.get(name, ()))

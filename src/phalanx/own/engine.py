@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.errors import InputError
 from phalanx.own.blocks import Blocks, Cut, held_stages
 from phalanx.own.chain import Chain
@@ -30,7 +31,6 @@ from phalanx.trainer.flat import COMPUTE_DTYPES, accumulation_dtype
 from phalanx.trainer.loss_scale import LossScale
 from phalanx.trainer.optim import AdamW, squared_norm
 from phalanx.trainer.pipeline_parallel import Pipeline
-from phalanx.trainer.state import StatePiece
 
 
 class ModuleEngine:

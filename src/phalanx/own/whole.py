@@ -10,12 +10,11 @@ from torch import Tensor
 
 from phalanx.checkpoint.reshard import read_pieces
 from phalanx.checkpoint.store import opened
-from phalanx.checkpoint.tensor_file import DTYPES
+from phalanx.checkpoint.tensor_file import DTYPES, StatePiece
 from phalanx.errors import CheckpointError
 from phalanx.own.engine import ModuleEngine
 from phalanx.plan.module import STATE_KINDS, ModulePlan, ModuleTensor
-from phalanx.plan.shards import Rectangle
-from phalanx.trainer.state import StatePiece, state
+from phalanx.trainer.state import state
 
 
 def whole_state(engine: ModuleEngine) -> dict[str, Tensor]:
@@ -73,9 +72,8 @@ def module_weights(folder: Path | str) -> dict[str, Tensor]:
     dtypes = {(entry.kind, entry.name): entry.dtype for entry in manifest.tensors}
     pieces = []
     for tensor in plan.tensors:
-        kind, shape = STATE_KINDS[tensor.role][0], tensor.parameter.shape
-        box = Rectangle.of(shape)
-        empty = torch.empty(shape, dtype=DTYPES[dtypes[kind, tensor.name]])
-        pieces.append(StatePiece(kind=kind, parameter=tensor.parameter, rectangle=box, tensor=empty, owned=False))
+        kind = STATE_KINDS[tensor.role][0]
+        empty = torch.empty(tensor.parameter.shape, dtype=DTYPES[dtypes[kind, tensor.name]])
+        pieces.append(StatePiece.whole(tensor.parameter, empty, kind=kind))
     read_pieces(path, manifest, pieces)
     return {tensor.name: piece.tensor.view(tensor.shape) for tensor, piece in zip(plan.tensors, pieces, strict=True)}

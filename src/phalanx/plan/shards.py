@@ -67,6 +67,11 @@ class Rectangle:
         """What the box is of the whole tensor: `tensor[box.index]`."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
+    def within(self, held: Rectangle) -> tuple[slice, ...]:
+        """What the box is of a tensor that has the values of `held` alone."""
+        spans = zip(held.start, self.start, self.stop, strict=True)
+        return tuple(slice(start - origin, stop - origin) for origin, start, stop in spans)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent on each dim."""

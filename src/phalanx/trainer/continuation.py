@@ -8,11 +8,12 @@ from typing import Any
 
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.store import resume
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.checkpoint.weights import initialize
 from phalanx.errors import CheckpointError, RunError
 from phalanx.rundir import RunDir
 from phalanx.trainer.engine import Engine
-from phalanx.trainer.state import StatePiece, state
+from phalanx.trainer.state import state
 
 
 class Continuation:

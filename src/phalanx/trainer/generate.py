@@ -8,17 +8,18 @@ the same logits, and choose the same tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.checkpoint.weights import Weights
 from phalanx.errors import InputError
 from phalanx.plan.comm import Comm, Group
 from phalanx.plan.layout import Coord, Layout
-from phalanx.plan.shards import Buffer, Parameter, Rectangle, padded_vocab, rank_buffers
+from phalanx.plan.shards import Buffer, padded_vocab, rank_buffers
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import kernels
 from phalanx.trainer.attention import Attention, rotation_table
@@ -30,17 +31,6 @@ from phalanx.trainer.tensor_parallel import TensorParallel
 
 Choose = Callable[[Tensor], int]
 """The next token, from the logits [vocab] of the last one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WeightPiece:
-    """Where a weight goes: the real rows of a piece in a buffer."""
-
-    parameter: Parameter
-    rectangle: Rectangle
-    tensor: Tensor
-    kind: str = "weight"
-    owned: bool = False
 
 
 class CachedAttention:
@@ -109,7 +99,7 @@ class Generator:
         buffer = FlatBuffer(layout, torch.float32, self.device)
         buffer.allocate_parameters()
         weights.fill(
-            _WeightPiece(
+            StatePiece(
                 parameter=piece.parameter,
                 rectangle=piece.rectangle,
                 tensor=buffer.parameters[piece.offset :][: piece.rectangle.num_elements].view(piece.rectangle.shape),

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from phalanx.checkpoint.match import REDUCTION
-from phalanx.plan.shards import Parameter, Rectangle
+from phalanx.checkpoint.tensor_file import StatePiece
+from phalanx.plan.shards import Parameter
 from phalanx.trainer.data_parallel import Slice
 from phalanx.trainer.engine import Engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatePiece:
-    """A view of live state: `tensor` holds `rectangle` of the global tensor of `kind` for `parameter`.
-
-    Kinds: "weight" (master weights where compute is narrower), "exp_avg" and "exp_avg_sq" (AdamW's moments), and
-    "reduction", which is no part of a global tensor but a rank's own. `owned`: this rank is the one that writes it; of
-    all copies of a rectangle, exactly one is owned.
-    """
-
-    kind: str
-    parameter: Parameter
-    rectangle: Rectangle
-    tensor: Tensor
-    owned: bool
 
 
 def state(engine: Engine) -> Iterator[StatePiece]:
@@ -55,14 +37,8 @@ def _kept(engine: Engine) -> Iterator[StatePiece]:
     """What this rank did not send yet, under a lossy reduction."""
     rank = engine.plan.layout.rank(engine.coord)
     for name, tensor in engine.data.lossy.kept() if engine.data.lossy else ():
-        shape = tuple(tensor.shape)
-        yield StatePiece(
-            kind=REDUCTION,
-            parameter=Parameter(name=f"rank {rank}: {name}", shape=shape),
-            rectangle=Rectangle.of(shape),
-            tensor=tensor,
-            owned=True,
-        )
+        parameter = Parameter(name=f"rank {rank}: {name}", shape=tuple(tensor.shape))
+        yield StatePiece.whole(parameter, tensor, kind=REDUCTION)
 
 
 def _shares(part: Slice, index: int, size: int) -> Iterator[tuple[int, int, bool]]:
