@@ -1,0 +1,124 @@
+"""Each term of a rank's memory, by itself and by hand: no total shows one that is half as large as it should be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from planner_cases import CLUSTER, GPT, JOB, LLAMA
+
+from phalanx.plan import operations
+from phalanx.plan.cut import cut_of
+from phalanx.plan.layout import Layout
+from phalanx.plan.operations import Block
+from phalanx.planner.candidates import of
+from phalanx.planner.engine import Engine, States
+from phalanx.planner.estimate import Footprint, footprints
+from phalanx.spec.model import ModelSpec
+
+BARE = Engine(name="bare", source="", states={"bf16": States(parameter=2, gradient=4, optimizer=12)})
+MICRO_BATCH, BUCKET = 2, 1000
+BOUNDARY = MICRO_BATCH * 96 * 96 * 2
+"""Bytes of an activation between stages: 2 sequences of 96 tokens, 96 wide, in bf16."""
+
+
+def footprint(engine: Engine = BARE, model: ModelSpec = LLAMA, **chosen: Any) -> Footprint:
+    layout = Layout(**{"micro_batch": MICRO_BATCH, "bucket_bytes": BUCKET, **chosen})
+    (found,) = footprints(model, JOB, CLUSTER, engine, of([layout]))
+    return found
+
+
+def kind(name: str, engine: Engine = BARE, **chosen: Any) -> list[float]:
+    """Bytes of one kind by pipeline rank."""
+    found = footprint(engine, **chosen)
+    values: list[float] = np.broadcast_to(found.memory[name], found.held.elements.shape)[0].tolist()
+    return values
+
+
+def layer(engine: Engine = BARE, **chosen: Any) -> Block:
+    layout = Layout(micro_batch=MICRO_BATCH, **chosen)
+    return operations.layer(LLAMA, cut_of(LLAMA, JOB.seq_len, layout, 2), engine.kernels)
+
+
+def test_logits_and_their_gradient_and_the_heads_input_twice_on_the_last_rank() -> None:
+    """1,000 ids are padded to 1,008, or to 512 on each of two ranks."""
+    assert kind("logits", pipeline=2) == [0.0, 192 * 1008 * 8 + 2 * BOUNDARY]
+    few = replace(BARE, sharded_loss_bytes=6.0, kernels=replace(BARE.kernels, head_rows=64))
+    assert kind("logits", few) == [64 * 1008 * 8 + 2 * BOUNDARY]
+    assert kind("logits", few, tensor=2) == [64 * 512 * 6 + 2 * BOUNDARY]
+
+
+def test_buffers_of_messages() -> None:
+    """Two activations and two gradients between stages, two buckets of the data axis, whole gradients on their way."""
+    assert kind("buffers") == [0.0]
+    assert kind("buffers", pipeline=2) == [4 * BOUNDARY] * 2
+    assert kind("buffers", data=2, zero=1) == [2 * BUCKET]
+    for engine, blocks in ((BARE, 0), (replace(BARE, whole_gradients=3), 3)):
+        (held,) = footprint(data=2, zero=2).held.elements[0]
+        assert kind("buffers", engine, data=2, zero=2) == [pytest.approx(2 * BUCKET + blocks * held / 7 * 4)]
+
+
+def test_two_layers_are_whole_under_zero_3() -> None:
+    (held,) = footprint(data=2, zero=3).held.elements[0]
+    assert kind("gathered", data=2, zero=3) == [pytest.approx(2 * held / 7 * 2)]
+    assert kind("gathered", data=2, zero=2) == [0.0]
+
+
+@pytest.mark.parametrize(("reduce", "times"), [("fp32", 1), ("powersgd", 2), ("top-k", 2)])
+def test_an_error_stands_beside_each_gradient(reduce: str, times: int) -> None:
+    (held,) = footprint(data=2).held.elements[0]
+    assert kind("gradients", data=2, reduce=reduce) == [4 * times * held]
+
+
+def test_gradients_that_are_added_at_once_need_what_logits_leave() -> None:
+    passing = replace(BARE, states={"bf16": States(parameter=2, gradient=4, optimizer=12, transient=2)})
+    first, last = footprint(pipeline=2).held.elements[0]
+    logits = 192 * 1008 * 8 + 2 * BOUNDARY
+    assert 2 * last < logits
+    assert kind("gradients", passing, pipeline=2) == [4 * first + 2 * first, 4 * last]
+
+
+def test_what_is_kept_is_that_of_the_fullest_chunk_for_each_micro_batch_in_flight() -> None:
+    kept = layer().kept_bytes
+    assert kind("activations") == [7 * kept]
+    assert kind("activations", pipeline=2) == [2 * 4 * kept, 1 * 3 * kept]
+    held = kind("activations", pipeline=2, virtual_stages=2, schedule="interleaved-1f1b")  # chunks of 2, 2, 2 and 1
+    assert held == [5 * 2 * kept, 3 * 2 * kept]
+
+
+def test_recompute_keeps_the_rest_and_makes_one_layer_again() -> None:
+    block = layer()
+    again = sum(each.bytes for each in block.kept if each.again)
+    assert 0 < again < block.kept_bytes / 2
+    assert kind("activations", recompute="selective") == [7 * (block.kept_bytes - again) + again]
+    assert kind("activations", recompute="full") == [7 * BOUNDARY + block.kept_bytes]
+    some = kind("activations", recompute="full", recompute_every=2)  # layers 0, 2, 4 and 6
+    assert some == [4 * BOUNDARY + 3 * block.kept_bytes + block.kept_bytes]
+
+
+def test_what_the_allocator_and_libraries_take() -> None:
+    loose = replace(BARE, fragmentation=1.25, context_bytes=7)
+    (total,) = footprint().memory_bytes[0]
+    assert kind("overhead") == [0.0]
+    assert kind("overhead", loose) == [pytest.approx(0.25 * total + 7)]
+
+
+def test_shards_are_cut_over_data_and_context() -> None:
+    (held,) = footprint(data=2, context=2).held.elements[0]
+    assert kind("optimizer", data=2, context=2, zero=1) == [12 * held / 4]
+    assert kind("optimizer", data=4, zero=1, zero_group=2) == [
+        pytest.approx(12 * footprint(data=4).held.shard[0, 0] * 2)
+    ]
+
+
+def test_the_head_is_on_the_last_rank_and_a_tied_embedding_on_both() -> None:
+    table = 1008 * 96
+    for model, tied in ((LLAMA, 0), (GPT, table)):
+        assert footprint(model=model, pipeline=2).tied.tolist() == [[tied, tied]]
+        assert footprint(model=model).tied.tolist() == [[0]]
+    layers = footprint(pipeline=2, stage_layers=(7, 0)).held.elements[0]
+    more = footprint(pipeline=2, stage_layers=(0, 7)).held.elements[0]
+    assert layers[1] == more[0] + 96  # the head has its norm
+    assert layers[0] + layers[1] == more.sum()
