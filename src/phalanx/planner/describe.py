@@ -69,7 +69,7 @@ def _of_micro_batch(group: Group, index: int, at: int) -> dict[str, float]:
     footprint, gathers = group.footprint, group.gathers
     price = int(footprint.costs.which[index])
     stages, last = footprint.places[:, at], footprint.places.max()
-    layers, repeated = float(footprint.layers.sum(0)[at]), float(footprint.repeated[index].sum(0)[at])
+    layers, repeated = float(footprint.layers.sum(0)[at]), float(footprint.repeated[footprint.case[index]].sum(0)[at])
     weights = {
         "layer_forward": layers,
         "layer_backward": repeated,

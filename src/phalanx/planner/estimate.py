@@ -14,7 +14,7 @@ from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.stages import recomputed_layers, split
 from phalanx.plan.walk import Walk
 from phalanx.planner import data_axis, memory, network, timeline
-from phalanx.planner.candidates import Array, Candidates, of
+from phalanx.planner.candidates import Array, Candidates, distinct, of
 from phalanx.planner.costs import Costs, costs
 from phalanx.planner.engine import Engine
 from phalanx.spec.cluster import ClusterSpec
@@ -27,9 +27,9 @@ class Footprint:
     """Layouts that share pipeline size, places of stages and copies of kv heads, with what they need of memory.
 
     `rows` are their places among all candidates, `places` [chunks, coordinates] their stages, `layers` (same shape)
-    the layers of each and `repeated` [layouts, chunks, coordinates] those of them that are recomputed, if any are;
-    `memory` by kind is [layouts, coordinates]; `tied` [layouts, coordinates]: elements of an embedding that a second
-    coordinate holds as well.
+    the layers of each, `repeated` [cases, chunks, coordinates] those of them that are recomputed, if any are, and
+    `case` [layouts] which of these cases each layout is; `memory` by kind is [layouts, coordinates]; `tied` [layouts,
+    coordinates]: elements of an embedding that a second coordinate holds as well.
     """
 
     rows: Array
@@ -37,6 +37,7 @@ class Footprint:
     places: Array
     layers: Array
     repeated: Array
+    case: Array
     costs: Costs
     held: memory.Held
     memory: dict[str, Array]
@@ -55,7 +56,8 @@ class Footprint:
             layouts=self.layouts.take(index),
             places=self.places,
             layers=self.layers,
-            repeated=self.repeated[index],
+            repeated=self.repeated,
+            case=self.case[index],
             costs=self.costs.take(index),
             held=self.held.take(index),
             memory={kind: np.broadcast_to(values, shape)[index] for kind, values in self.memory.items()},
@@ -123,15 +125,16 @@ def _by_cost(
     return tuple(len(stage.layers) for stage in found)
 
 
-def repeated_layers(model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array) -> Array:
-    """How many layers of each stage are recomputed under those layouts that recompute any, [layouts, stages]."""
-    different, inverse = np.unique(layouts.recompute_every, return_inverse=True)
-    if layouts.recompute_layers is None and different[-1] == 1:
-        return np.broadcast_to(per_stage, (len(layouts), len(per_stage)))
+def repeated_layers(model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array) -> tuple[Array, Array]:
+    """How many layers of each stage are recomputed if any are, [cases, stages], and which case each layout is."""
+    first, case = distinct(layouts.recompute_every)
+    different = layouts.recompute_every[first].tolist()
+    if layouts.recompute_layers is None and different == [1]:
+        return per_stage[None], case
     some = replace(layouts.layout(0), recompute="full")
     stages = split(model, seq_len, len(per_stage), per_stage.tolist())
-    cases = [replace(some, recompute_every=every) for every in different.tolist()]
-    return np.array([[len(recomputed_layers(case, stage)) for stage in stages] for case in cases])[inverse]
+    cases = [replace(some, recompute_every=every) for every in different]
+    return np.array([[len(recomputed_layers(each, stage)) for stage in stages] for each in cases]), case
 
 
 def _thresholds(model: ModelSpec, stages: int) -> Array:
@@ -184,17 +187,20 @@ def _footprint(
     name = layouts.schedules[int(layouts.schedule[0])]
     places = timeline.stage_places(name, int(layouts.pipeline[0]), int(layouts.virtual_stages[0]))
     per_stage = stage_layers(model, job.seq_len, engine, layouts)
-    repeated = repeated_layers(model, job.seq_len, layouts, per_stage)[:, places]
+    cases, case = repeated_layers(model, job.seq_len, layouts, per_stage)
+    repeated = cases[:, places]
     layers, ends = per_stage[places], (0, int(np.argmax((places == len(per_stage) - 1).any(0))))
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
-    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, repeated, counts, ends)
+    chunk = memory.chunk_bytes(priced, layers, repeated, case)
+    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, chunk, counts, ends)
     return Footprint(
         rows=rows,
         layouts=layouts,
         places=places,
         layers=layers,
         repeated=repeated,
+        case=case,
         costs=priced,
         held=held,
         memory=by_kind,
@@ -208,7 +214,7 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     num_micro_batches = layouts.num_micro_batches(job.global_batch)
     per_stage = np.empty(places.size, dtype=int)
     per_stage[places] = footprint.layers
-    repeated = np.empty((len(layouts), places.size), dtype=int)
+    repeated = np.empty((len(footprint.repeated), places.size), dtype=int)
     repeated[:, places] = footprint.repeated
     links = network.placements(cluster, layouts)
     layer = memory.elements(model, layouts).layer
@@ -216,9 +222,10 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     boundary = priced.at(priced.boundary_bytes) / (layouts.tensor if engine.scatter_boundary else 1)
     transfer_s = network.point_to_point_s(cluster, boundary, links["pipeline"])
     waited = engine.blocking_transfers if layouts.overlap else 1.0
-    times = timeline.stage_times(priced, per_stage, repeated, gathers, transfer_s, engine, waited)
+    again = repeated[footprint.case]
+    times = timeline.stage_times(priced, per_stage, again, gathers, transfer_s, engine, waited)
     pipeline_s = np.empty(len(layouts))
-    for number in np.unique(layouts.schedule):
+    for number in layouts.schedule[distinct(layouts.schedule)[0]]:
         rows = layouts.schedule == number
         name = layouts.schedules[number]
         pipeline_s[rows] = timeline.bound(name, times.take(rows), places, num_micro_batches[rows])

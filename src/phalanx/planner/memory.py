@@ -16,7 +16,7 @@ from phalanx.plan.operations import Block
 from phalanx.plan.reduction import WITH_ERRORS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.shards import ALIGNMENT, VOCAB_MULTIPLE
-from phalanx.planner.candidates import RECOMPUTES, Array, Candidates
+from phalanx.planner.candidates import RECOMPUTES, Array, Candidates, distinct
 from phalanx.planner.engine import Engine
 from phalanx.spec.model import ModelSpec
 
@@ -80,9 +80,9 @@ def in_flight(name: str, pipeline: int, virtual_stages: int, num_micro_batches: 
 
     The schedule's own stated bound, which its checker holds it to.
     """
-    different, inverse = np.unique(num_micro_batches, return_inverse=True)
-    peak = SCHEDULES[name].peak_live
-    table = [[peak(pipeline, virtual_stages, int(m), at) for at in range(pipeline)] for m in different]
+    first, inverse = distinct(num_micro_batches)
+    peak, different = SCHEDULES[name].peak_live, num_micro_batches[first].tolist()
+    table = [[peak(pipeline, virtual_stages, count, at) for at in range(pipeline)] for count in different]
     return np.array(table)[inverse]
 
 
@@ -96,6 +96,19 @@ def kept_bytes(block: Block, cut: Cut, recompute: Array) -> tuple[Any, Any]:
     return kept, working
 
 
+def chunk_bytes(costs: Costs, layers: Array, repeated: Array, case: Array) -> tuple[Array, Array]:
+    """What the fullest chunk of each coordinate keeps of one micro-batch, and what the layer needs that is being
+    recomputed, [layouts, coordinates]. `repeated` [cases, chunks, coordinates]: how many of `layers` [chunks,
+    coordinates] are, in the `case` of each layout."""
+    kept, plain = (_column(costs.at(each)) for each in (costs.kept_bytes, costs.kept_bytes_plain))
+    largest = layers.max(0) * kept
+    for number, again in enumerate(repeated):
+        if (again != layers).any():
+            rows = case == number
+            largest[rows] = (again * kept[rows, None] + (layers - again) * plain[rows, None]).max(1)
+    return largest, (repeated.sum(1) > 0)[case] * _column(costs.at(costs.working_bytes))
+
+
 def memory(
     engine: Engine,
     precision: str,
@@ -103,25 +116,23 @@ def memory(
     held: Held,
     costs: Costs,
     layers: Array,
-    repeated: Array,
+    chunk: tuple[Array, Array],
     num_micro_batches: Array,
     ends: tuple[int, int],
 ) -> dict[str, Array]:
     """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size and places of stages.
 
-    `layers` [chunks, coordinates]: layers of each chunk; `repeated` [layouts, chunks, coordinates]: of these,
-    recomputed ones; `ends`: coordinates that hold the first and the last stage.
+    `layers` [chunks, coordinates]: layers of each chunk; `chunk`: its activations, as `chunk_bytes` has them; `ends`:
+    coordinates that hold the first and the last stage.
     """
     pipeline = layers.shape[1]
     last = np.arange(pipeline) == ends[1]
     states = engine.states_for(precision)
     shards, zero = _column(layouts.data * layouts.context), _column(layouts.zero)
     flight = np.empty((len(layouts), pipeline), dtype=int)
-    for number in np.unique(layouts.schedule):
+    for number in layouts.schedule[distinct(layouts.schedule)[0]]:
         rows = layouts.schedule == number
         flight[rows] = in_flight(layouts.schedules[number], pipeline, len(layers), num_micro_batches[rows])
-    kept, plain = (costs.at(each)[:, None, None] for each in (costs.kept_bytes, costs.kept_bytes_plain))
-    chunk = (repeated * kept + (layers - repeated) * plain).max(-2)
     boundary = _column(costs.at(costs.boundary_bytes))
     loss_bytes = np.where(_column(layouts.tensor) > 1, engine.sharded_loss_bytes, engine.loss_bytes)
     logits = last * (_column(costs.at(costs.logits)) * loss_bytes + 2 * boundary)
@@ -134,7 +145,7 @@ def memory(
         "parameters": np.where(zero >= 3, held.shard, held.elements) * states.parameter,
         "gradients": np.where(zero >= 2, held.shard, held.elements) * states.gradient * copies + transient,
         "optimizer": np.where(zero >= 1, held.shard, held.elements) * states.optimizer,
-        "activations": flight * chunk + (repeated.sum(1) > 0) * _column(costs.at(costs.working_bytes)),
+        "activations": flight * chunk[0] + chunk[1],
         "logits": logits,
         "gathered": np.where(zero >= 3, 2 * unit * min(2.0, states.parameter), 0.0),
         "buffers": (4 * boundary if pipeline > 1 else 0)

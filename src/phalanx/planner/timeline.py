@@ -50,12 +50,12 @@ def stage_times(
     A layer whose parameters are gathered one ahead takes at least as long as the messages beside it. Sender and
     receiver lose the `waited` share of a transfer's time.
     """
-    first, last = np.zeros(len(layers)), np.zeros(len(layers))
-    first[0], last[-1] = 1, 1
 
-    def stage(layer: Any, embedding: Any, head: Any) -> Array:
-        parts = np.asarray(layer)[:, None] * layers + costs.at(embedding)[:, None] * first
-        return np.asarray(parts + costs.at(head)[:, None] * last)
+    def stage(layer: Array, embedding: Any, head: Any) -> Array:
+        parts: Array = layer[:, None] * layers
+        parts[:, 0] += costs.at(embedding)
+        parts[:, -1] += costs.at(head)
+        return parts
 
     forward_s = costs.at(costs.layer_forward.total_s)
     layer_forward = np.maximum(forward_s + gathers.tax * gathers.forward_s, gathers.forward_s)
@@ -65,14 +65,16 @@ def stage_times(
     )
     forward = stage(layer_forward, costs.embedding_forward.total_s, costs.head_forward.total_s)
     backward = stage(plain, costs.embedding_backward.total_s, costs.head_backward.total_s)
-    backward = backward + np.asarray(again - plain)[:, None] * repeated
+    backward += (again - plain)[:, None] * repeated
     weight = stage(costs.at(costs.layer_weight_s), costs.embedding_backward.total_s, 0.0)
-    waits = waited * np.asarray(transfer_s)[:, None] if len(layers) > 1 else 0.0
+    forward += engine.host_micro_batch_s
+    forward[:, :-1] += waited * transfer_s[:, None]  # the last stage sends no further
+    backward[:, 1:] += waited * transfer_s[:, None]
     return StageTimes(
-        forward_s=forward + engine.host_micro_batch_s + waits * (1.0 - last),
-        backward_s=backward + waits * (1.0 - first),
+        forward_s=forward,
+        backward_s=backward,
         weight_s=weight,
-        transfer_s=np.asarray(transfer_s) * (1.0 - waited),
+        transfer_s=transfer_s * (1.0 - waited),
     )
 
 
