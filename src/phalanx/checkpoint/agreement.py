@@ -17,17 +17,22 @@ def agree(comm: Comm, problem: str, device: torch.device) -> list[str]:
     """
     if not highest(comm, int(bool(problem)), device):
         return []
-    text = problem.encode()[:_TEXT_BYTES]
-    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=device)
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=device)
-    every = torch.empty(comm.size * _TEXT_BYTES, dtype=torch.uint8, device=device)
-    comm.all_gather(mine, out=every, purpose=PURPOSE)
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, row in zip(comm.group.ranks, every.cpu().view(comm.size, -1), strict=True):
-        said = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
-        if said:
-            ranks_by_text.setdefault(said, []).append(rank)
-    return [f"{_ranks(ranks, comm.size)}{said}" for said, ranks in ranks_by_text.items()]
+    said = texts(comm, problem, device, num_bytes=_TEXT_BYTES, purpose=PURPOSE)
+    return [f"{_ranks(ranks, comm.size)}{text}" for text, ranks in said.items()]
+
+
+def texts(comm: Comm, mine: str, device: torch.device, *, num_bytes: int, purpose: str) -> dict[str, list[int]]:
+    """Every rank's text, cut to `num_bytes`, known to every rank: each that is not "", and the ranks that say it."""
+    coded = mine.encode()[:num_bytes].ljust(num_bytes, b"\0")
+    sent = torch.frombuffer(bytearray(coded), dtype=torch.uint8).to(device).unsqueeze(0)
+    every = torch.empty(comm.size, num_bytes, dtype=torch.uint8, device=device)
+    comm.all_gather(sent, out=every, purpose=purpose)
+    by_text: dict[str, list[int]] = {}
+    for rank, row in zip(comm.group.ranks, every.cpu(), strict=True):
+        text = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")  # a character may be cut
+        if text:
+            by_text.setdefault(text, []).append(rank)
+    return by_text
 
 
 def highest(comm: Comm, value: int, device: torch.device) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from phalanx.errors import InputError
 from phalanx.trainer.engine import Engine
-from phalanx.trainer.guards import shared_texts
+from phalanx.trainer.guards import found_anywhere
 
 _TOLERANCE = 1e-3
 
@@ -34,9 +34,8 @@ def check_copies(engine: Engine) -> None:
         comm.all_gather(mine, out=every, purpose="check of cuts")
         differ = (every - every[0]).abs().amax(0) > _TOLERANCE * every.amax(0)
         text = ", ".join(name for (name, _), wrong in zip(held, differ.tolist(), strict=True) if wrong)
-    found = torch.tensor([float(bool(text))], device=engine.device)
-    engine.comm("world").all_reduce(found, purpose="check of cuts")
-    if found.item():
-        what = f"tensor ranks have different gradients of what all of them hold: {shared_texts(engine, text)}"
+    found = found_anywhere(engine, text, purpose="check of cuts")
+    if found:
+        what = f"tensor ranks have different gradients of what all of them hold: {found}"
         instead = '"heads" for what each rank uses for its heads alone, "row" after "column"'
         raise InputError(what, where="cuts", instead=instead)

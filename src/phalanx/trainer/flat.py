@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from phalanx.plan.shards import Buffer, Leaf
+from phalanx.plan.shards import Buffer, Leaf, Piece
 from phalanx.trainer.process import own_mapping
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -82,6 +82,11 @@ class FlatBuffer:
         if not self.parameters.untyped_storage().size() and self.layout.num_elements:
             what = f"{self.layout.name} runs while its parameters are freed"
             raise RuntimeError(f"{what}: under ZeRO 3 they exist between before_forward and after_forward only")
+
+    def values(self, piece: Piece) -> Tensor:
+        """The parameters of `piece`, without padding of the vocabulary."""
+        end = piece.offset + piece.rectangle.num_elements
+        return self.parameters[piece.offset : end].view(piece.rectangle.shape)
 
     def allocate_gradients(self) -> None:
         """Make the gradients usable, zeroed; nothing happens if they are."""

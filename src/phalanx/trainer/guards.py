@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.agreement import texts
 from phalanx.errors import RunError
 from phalanx.plan.comm import Comm
 from phalanx.trainer.engine import Engine
@@ -89,10 +90,8 @@ class Guards:
         text = "; ".join(
             line for comm, pieces in _copies(self._engine) if comm.size > 1 for line in _differences(comm, pieces)
         )
-        num_found = torch.tensor([float(bool(text))], device=self._engine.device)
-        self._engine.comm("world").all_reduce(num_found, purpose="check of copies")
-        if num_found.item():
-            found = shared_texts(self._engine, text)
+        found = found_anywhere(self._engine, text, purpose="check of copies")
+        if found:
             raise RunError(
                 f"after step {step}, copies that should be equal are not: {found}. They are compared every "
                 f"{self._job.check_copies_every_steps} steps: what was trained since the time before is doubtful"
@@ -126,7 +125,7 @@ def _whole(engine: Engine) -> Pieces:
     engine.data.wait_for_parameters()
     for buffer in engine.buffers:
         for piece in buffer.layout.pieces:
-            yield piece.parameter.name, buffer.parameters[piece.offset : piece.offset + piece.rectangle.num_elements]
+            yield piece.parameter.name, buffer.values(piece).view(-1)
 
 
 def _held(engine: Engine, copies: Sequence[str], buffer: str = "") -> Pieces:
@@ -169,18 +168,16 @@ def checksum(values: Tensor) -> Tensor:
     return total
 
 
+def found_anywhere(engine: Engine, mine: str, *, purpose: str) -> str:
+    """As `shared_texts`, asked for only where some rank has found something: else one small message, and ""."""
+    num_found = torch.tensor([float(bool(mine))], device=engine.device)
+    engine.comm("world").all_reduce(num_found, purpose=purpose)
+    return shared_texts(engine, mine) if num_found.item() else ""
+
+
 def shared_texts(engine: Engine, mine: str) -> str:
     """What each rank has to say, said by all of them: each has a few words for this rare case, "" says nothing."""
-    world = engine.comm("world")
-    coded = mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    every = torch.empty(world.size, _TEXT_BYTES, dtype=torch.uint8, device=engine.device)
-    sent = torch.frombuffer(bytearray(coded), dtype=torch.uint8).to(engine.device).unsqueeze(0)
-    world.all_gather(sent, out=every, purpose="what was found")
-    by_text: dict[str, list[int]] = {}
-    for rank, row in zip(world.group.ranks, every.cpu(), strict=True):
-        text = bytes(row.tolist()).decode(errors="ignore").strip()
-        if text:
-            by_text.setdefault(text, []).append(rank)
-    lines = [f"{text} (rank {ranks_in_words(ranks)})" for text, ranks in by_text.items()]
+    said = texts(engine.comm("world"), mine, engine.device, num_bytes=_TEXT_BYTES, purpose="what was found")
+    lines = [f"{text} (rank {ranks_in_words(ranks)})" for text, ranks in said.items()]
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "; ".join(lines[:_MAX_LISTED] + more)

@@ -11,7 +11,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from phalanx.plan.shards import Parameter, Piece, Rectangle
+from phalanx.plan.shards import Parameter, Rectangle
 from phalanx.trainer.flat import FlatBuffer
 
 BLOCK_ROWS = 64
@@ -42,10 +42,4 @@ def _generator(seed: int, name: str, block: int) -> torch.Generator:
 def fill(buffer: FlatBuffer, seed: int) -> None:
     """Draw all of a buffer's parameters into it, cast to its dtype."""
     for piece in buffer.layout.pieces:
-        _destination(buffer, piece).copy_(draw(piece.parameter, piece.rectangle, seed))
-
-
-def _destination(buffer: FlatBuffer, piece: Piece) -> Tensor:
-    """The part of the buffer that holds real rows of `piece` (all but the padding of the vocabulary)."""
-    real = piece.rectangle.num_elements
-    return buffer.parameters[piece.offset : piece.offset + real].view(piece.rectangle.shape)
+        buffer.values(piece).copy_(draw(piece.parameter, piece.rectangle, seed))

@@ -5,6 +5,7 @@ Run as one process per device: by `phalanx measure`, or by torchrun or srun over
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import statistics
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.errors import InputError
 from phalanx.plan.comm import Comm, Group
@@ -95,13 +95,9 @@ def all_reduce_curve(comm: Comm, device: torch.device) -> list[list[float]]:
     curve = []
     for num_bytes in SIZES:
         tensor = torch.zeros(num_bytes // 4, device=device)
-        took = best_s(comm, lambda tensor=tensor: _sum(comm, tensor), _count(num_bytes))  # type: ignore[misc]
+        took = best_s(comm, functools.partial(comm.all_reduce, tensor, purpose="sum"), _count(num_bytes))
         curve.append([num_bytes, 2.0 * (comm.size - 1) / comm.size * num_bytes / took])
     return curve
-
-
-def _sum(comm: Comm, tensor: Tensor) -> None:
-    comm.all_reduce(tensor, purpose="sum")
 
 
 def link(name: str, comm: Comm, device: torch.device) -> dict[str, Any]:
