@@ -201,7 +201,7 @@ def test_request_to_end_reaches_all_ranks(tmp_path: Path, launch: Launch, number
 
 
 def stopped_early(rank: int, run_dir: RunDir) -> tuple[int, bool]:
-    agent = Agent(plan_path=run_dir.plan, plan=Plan.read(run_dir.plan), run_dir=run_dir, entry="toys:speak", attempt=0)
+    agent = Agent(plan_path=run_dir.plan, plan=Plan.read(run_dir.plan), run_dir=run_dir, entry="toys:speak")
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     os.kill(os.getpid(), signal.SIGTERM)
     with socket.socket() as listener:

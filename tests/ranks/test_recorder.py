@@ -16,7 +16,7 @@ GROUP = Group(name="data", ranks=(0, 2))
 
 def test_counts_until_it_is_reset() -> None:
     recorder = Recorder()
-    site = recorder.site(GROUP, "all_reduce", "gradients", "sum", "float32")
+    site = recorder.site(GROUP, "all_reduce", "gradients")
     for sequence in (1, 2):
         recorder.end(recorder.begin(site, sequence, 400))
     recorder.spent("data", time.perf_counter() - 1)

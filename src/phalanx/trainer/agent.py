@@ -43,7 +43,7 @@ TERMINATE_S = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class Agent:
-    """The ranks of one attempt on this node.
+    """The ranks of a run on this node.
 
     `live` maps process ids to ranks; `orders` are signals still to be sent, each with the time it is due; `sent` are
     those that went out. `failed` is set by the first rank that does not finish, `stopped_by` by a request to stop,
@@ -54,7 +54,6 @@ class Agent:
     plan: Plan
     run_dir: RunDir
     entry: str
-    attempt: int
     live: dict[int, int] = field(default_factory=dict)
     endings: list[Ending] = field(default_factory=list)
     orders: list[tuple[float, signal.Signals]] = field(default_factory=list)
@@ -127,7 +126,7 @@ class Agent:
     def _spawn(self, rank: int, port: int) -> int:
         """Start one rank as a fresh process. Returns its process id."""
         files = [str(self.plan_path), str(self.run_dir.path)]
-        command = [sys.executable, "-m", "phalanx.trainer.agent", *files, self.entry, "--attempt", str(self.attempt)]
+        command = [sys.executable, "-m", "phalanx.trainer.agent", *files, self.entry]
         command += ["--parent", str(os.getpid()), "--rank", str(rank), "--port", str(port)]
         return os.posix_spawn(sys.executable, command, os.environ, setpgroup=0)
 
@@ -158,7 +157,6 @@ class Agent:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
             "GLOO_SOCKET_IFNAME": "lo",
         }
 
@@ -270,7 +268,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("plan", type=Path)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("entry")
-    parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--parent", type=int, required=True, help="process id of whoever started the agent")
     parser.add_argument("--listener", type=int, help="inherited descriptor of the store's socket")
     parser.add_argument("--rank", type=int, help="be this rank instead, of the agent that is the parent")
@@ -278,13 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     process.die_with_parent(given.parent, signal.SIGTERM)
     try:
-        agent = Agent(
-            plan_path=given.plan,
-            plan=Plan.read(given.plan),
-            run_dir=RunDir(given.run_dir),
-            entry=given.entry,
-            attempt=given.attempt,
-        )
+        plan, run_dir = Plan.read(given.plan), RunDir(given.run_dir)
+        agent = Agent(plan_path=given.plan, plan=plan, run_dir=run_dir, entry=given.entry)
         if given.rank is not None:
             agent.become(given.rank, given.port, given.parent, process.load_entry(agent.entry))
         return agent.run(socket.socket(fileno=given.listener))

@@ -206,9 +206,7 @@ class GroupComm:
         if shape is None:
             payload = out_lengths if operation == "all_gather" else lengths if operation != "recv" else ()
             num_bytes = sum(payload) * dtype.itemsize
-            reduces = operation in ("all_reduce", "reduce_scatter")
-            name = str(dtype).removeprefix("torch.") if tensors else ""
-            site = self.recorder.site(self.group, operation, purpose, op if reduces else "", name)
+            site = self.recorder.site(self.group, operation, purpose)
             shape = Shape(operation, purpose, op, peer, channel, dtype, lengths, out_lengths, num_bytes, site)
             _check(shape, self.size, self.index)
             self._shapes[key] = shape

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from phalanx.plan.comm import Group
-from phalanx.watch.events import RingWriter
+from phalanx.watch.events import RingWriter, place_in_words
 
 Key = tuple[str, str, str]
 
@@ -75,12 +75,11 @@ class Recorder:
     @property
     def place(self) -> str:
         """As `step 3, micro-batch 1, forward`: for error messages."""
-        micro_batch = f", micro-batch {self._micro_batch}" if self._micro_batch >= 0 else ""
-        return f"step {self._step}{micro_batch}" + (f", {self._phase}" if self._phase else "")
+        return place_in_words(self._step, self._micro_batch, self._phase)
 
-    def site(self, group: Group, operation: str, purpose: str, reduce_op: str = "", dtype: str = "") -> Site:
+    def site(self, group: Group, operation: str, purpose: str) -> Site:
         """Describe a place that calls; made once per place, used by every `begin` from there."""
-        number = self.ring.site(group.name, group.ranks, operation, purpose, reduce_op, dtype) if self.ring else 0
+        number = self.ring.site(group.name, group.ranks, operation, purpose) if self.ring else 0
         return Site((group.name, purpose, operation), number)
 
     def begin(self, site: Site, sequence: int, payload_bytes: int, peer: int = -1, channel: int = -1) -> int:

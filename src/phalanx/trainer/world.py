@@ -1,8 +1,9 @@
-"""World: this rank's coordinates and one Comm per group of its; the only reader of RANK and its friends.
+"""World: this rank's coordinates and one Comm per group of its.
 
-Ranks find each other through a key-value store: the agent's or torchrun's, or one that rank 0 serves (under srun). Each
-says there what it runs on and what it is about to run. The ranks of one host then talk through shared memory, others
-through Gloo, GPUs through NCCL.
+What RANK and its friends say, `Process` reads; `launch.environment` has checked it before, without torch. Ranks find
+each other through a key-value store: the agent's or torchrun's, or one that rank 0 serves (under srun). Each says there
+what it runs on and what it is about to run. The ranks of one host then talk through shared memory, others through Gloo,
+GPUs through NCCL.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def join(plan: Plan | ModulePlan, run_dir: RunDir) -> World:
         )
     rank = process.rank
     device = process.take_device()
-    recorder = Recorder(_ring(ring_path(run_dir.path, rank), rank, str(layout.coord(rank)), process.attempt))
+    recorder = Recorder(_ring(ring_path(run_dir.path, rank), rank, str(layout.coord(rank))))
     if layout.num_ranks == 1:
         return World(rank=rank, layout=layout, device=device, recorder=recorder, comms={})
     store = open_store(process.address, process.port, serve=process.serves, timeout_s=job.comm_timeout_s)
@@ -185,10 +186,10 @@ def join(plan: Plan | ModulePlan, run_dir: RunDir) -> World:
     )
 
 
-def _ring(path: Path, rank: int, coords: str, attempt: int) -> RingWriter | None:
+def _ring(path: Path, rank: int, coords: str) -> RingWriter | None:
     """This rank's ring file. Where there is no room for it, a run goes on without."""
     try:
-        return RingWriter(path, rank=rank, coords=coords, attempt=attempt)
+        return RingWriter(path, rank=rank, coords=coords)
     except RunError as error:
         sys.stderr.write(f"WARNING: {error}; should this run fail, its report will lack this rank's last calls\n")
         return None

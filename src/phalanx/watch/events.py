@@ -28,10 +28,10 @@ from phalanx.errors import RunError
 from phalanx.watch.ranks import as_ranges, from_ranges, ranks_in_words
 
 NUM_CALLS = 128
-_MAGIC = b"PHXRING1"
+_MAGIC = b"PHXRING2"
 _STRINGS_BYTES = 64 * 1024
-_IDENTITY = struct.Struct("<8siiiidd")  # magic, pid, parent, rank, attempt, wall clock minus monotonic, copied at
-_COPIED_OFFSET = struct.calcsize("<8siiiid")
+_IDENTITY = struct.Struct("<8siiid")  # magic, pid, parent, rank, copied at
+_COPIED_OFFSET = struct.calcsize("<8siii")
 _STATE = struct.Struct("<qiHdQd")  # step, micro-batch, phase, heartbeat, number of the call waited in, since
 _STATE_OFFSET = 64
 _USED = struct.Struct("<I")  # bytes of strings in use
@@ -63,8 +63,6 @@ class Call:
     members: tuple[int, ...]
     operation: str
     purpose: str
-    reduce_op: str
-    dtype: str
     num_bytes: int
     sequence: int
     peer: int | None
@@ -87,8 +85,7 @@ class Call:
     @property
     def place(self) -> str:
         """As `step 3, micro-batch 1, forward`."""
-        micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
-        return f"step {self.step}{micro_batch}" + (f", {self.phase}" if self.phase else "")
+        return place_in_words(self.step, self.micro_batch, self.phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +93,18 @@ class RingState:
     """One rank as its ring file shows it. `read_s` is the monotonic time at which the file was read, or copied.
 
     `calls` are the last ones in the order in which they began; `waiting` is the one that the rank blocks in, if any.
-    Adding `wall_clock_offset_s` to a time gives seconds since the epoch.
     """
 
     pid: int
     parent_pid: int
     rank: int
     coords: str
-    attempt: int
     host: str
     step: int
     micro_batch: int
     phase: str
     heartbeat_s: float
     read_s: float
-    wall_clock_offset_s: float
     waiting: Call | None
     calls: tuple[Call, ...]
 
@@ -121,12 +115,12 @@ class RingState:
 
 
 class RingWriter:
-    """Writes one rank's ring file. Replaces what an earlier attempt left at `path`.
+    """Writes one rank's ring file. Replaces what an earlier run left at `path`.
 
     Raises RunError if the file cannot be made (its space is reserved at once, so that no later write can fail).
     """
 
-    def __init__(self, path: Path, *, rank: int, coords: str = "", attempt: int = 0) -> None:
+    def __init__(self, path: Path, *, rank: int, coords: str = "") -> None:
         self.path = path
         self.step, self.micro_batch, self.phase = 0, -1, 0
         self._strings: dict[str, int] = {}
@@ -134,8 +128,7 @@ class RingWriter:
         self._number = 0
         self._waiting, self._since = 0, 0.0
         self._map = _create(path)
-        offset = time.time() - time.monotonic()
-        _IDENTITY.pack_into(self._map, 0, _MAGIC, os.getpid(), os.getppid(), rank, attempt, offset, 0.0)
+        _IDENTITY.pack_into(self._map, 0, _MAGIC, os.getpid(), os.getppid(), rank, 0.0)
         for text in ("", coords, socket.gethostname()):
             self.intern(text)
         self.beat()
@@ -155,11 +148,9 @@ class RingWriter:
             number = self._strings[text] = len(self._strings)
         return number
 
-    def site(
-        self, group: str, members: Sequence[int], operation: str, purpose: str, reduce_op: str = "", dtype: str = ""
-    ) -> int:
+    def site(self, group: str, members: Sequence[int], operation: str, purpose: str) -> int:
         """Intern what is the same in every call made from one place; `begin` takes the number."""
-        return self.intern(_SEPARATOR.join((group, as_ranges(members), operation, purpose, reduce_op, dtype)))
+        return self.intern(_SEPARATOR.join((group, as_ranges(members), operation, purpose)))
 
     def beat(self) -> None:
         """Say that the rank is alive, and where: `step`, `micro_batch` (-1: none) and `phase` (an interned string)."""
@@ -246,7 +237,7 @@ def read_ring(path: Path) -> RingState:
     data = _stable(path)
     if len(data) != FILE_BYTES or not data.startswith(_MAGIC):
         raise RunError(f"{path} is not a ring file of this version: {len(data)} bytes, beginning with {data[:8]!r}")
-    _, pid, parent, rank, attempt, offset, copied_s = _IDENTITY.unpack_from(data, 0)
+    _, pid, parent, rank, copied_s = _IDENTITY.unpack_from(data, 0)
     step, micro_batch, phase, heartbeat_s, waiting, _ = _STATE.unpack_from(data, _STATE_OFFSET)
     text = dict(enumerate(_read_strings(data)))
     calls = sorted(_read_calls(data, text), key=lambda call: call.number)
@@ -255,14 +246,12 @@ def read_ring(path: Path) -> RingState:
         parent_pid=parent,
         rank=rank,
         coords=text.get(1, ""),
-        attempt=attempt,
         host=text.get(2, ""),
         step=step,
         micro_batch=micro_batch,
         phase=text.get(phase, ""),
         heartbeat_s=heartbeat_s,
         read_s=copied_s or time.monotonic(),
-        wall_clock_offset_s=offset,
         waiting=next((call for call in calls if call.number == waiting), None),
         calls=tuple(calls),
     )
@@ -279,12 +268,17 @@ def in_words(state: RingState) -> str:
     )
     since = max(state.heartbeat_s, finished.end_s if finished and finished.end_s else 0.0)
     words = f"{who}: is in no call since {state.read_s - since:.1f} s"
-    micro_batch = f", micro-batch {state.micro_batch}" if state.micro_batch >= 0 else ""
-    words += f"; step {state.step}{micro_batch}" + (f", {state.phase}" if state.phase else "")
+    words += f"; {place_in_words(state.step, state.micro_batch, state.phase)}"
     words += f"; last finished {finished}" if finished else "; has finished no call"
     if state.under_way:
         return words + f"; under way: {len(state.under_way)}, the oldest {state.under_way[0]}"
     return words
+
+
+def place_in_words(step: int, micro_batch: int, phase: str) -> str:
+    """As `step 3, micro-batch 1, forward`; a micro-batch below 0, or a phase "", is left out."""
+    parts = [f"step {step}", f"micro-batch {micro_batch}" if micro_batch >= 0 else "", phase]
+    return ", ".join(filter(None, parts))
 
 
 def process_status(pid: int) -> str:
@@ -343,7 +337,7 @@ def _read_calls(data: bytes, text: dict[int, str]) -> list[Call]:
         if number == 0 or number != again or number % NUM_CALLS != index:
             continue  # never used, or cut short by the writer's death
         names = text.get(site, "").split(_SEPARATOR)
-        group, members, operation, purpose, reduce_op, dtype = names if len(names) == 6 else ("?",) * 6
+        group, members, operation, purpose = names if len(names) == 4 else ("?",) * 4
         calls.append(
             Call(
                 number=number,
@@ -351,8 +345,6 @@ def _read_calls(data: bytes, text: dict[int, str]) -> list[Call]:
                 members=from_ranges(members),
                 operation=operation,
                 purpose=purpose,
-                reduce_op=reduce_op,
-                dtype=dtype,
                 num_bytes=num_bytes,
                 sequence=sequence,
                 peer=None if peer == _NOBODY else peer,

@@ -111,7 +111,7 @@ class Ending:
     peak_memory_bytes: int
 
     def __str__(self) -> str:
-        """In words, as `was killed by signal 9 (SIGKILL), often sent by the kernel when memory runs out`."""
+        """In words, as `was killed by signal 9 (SIGKILL), often the kernel's out-of-memory killer`."""
         if self.exit_code is None and self.signal is None:
             return "left no word: it was killed, or crashed in native code, or still runs"
         if self.signal is None:

@@ -25,13 +25,13 @@ from phalanx.watch.events import (
 
 @pytest.fixture
 def ring(tmp_path):
-    writer = RingWriter(tmp_path / "rank.ring", rank=2, coords="pipeline 1 data 0 tensor 0", attempt=3)
+    writer = RingWriter(tmp_path / "rank.ring", rank=2, coords="pipeline 1 data 0 tensor 0")
     yield writer
     writer.close()
 
 
 def call(ring, sequence=1, **where):
-    site = ring.site("tensor", (2, 3), "all_reduce", "mlp output", "sum", "float32")
+    site = ring.site("tensor", (2, 3), "all_reduce", "mlp output")
     return ring.begin(site, sequence=sequence, num_bytes=1024, **where)
 
 
@@ -40,15 +40,15 @@ def test_what_is_written_is_read(ring):
     first = call(ring, 7)
     ring.wait(first)
     ring.end(first)
-    site = ring.site("pipeline", (0, 2), "recv", "activations", dtype="bfloat16")
+    site = ring.site("pipeline", (0, 2), "recv", "activations")
     second = ring.begin(site, sequence=5, num_bytes=64, peer=0, channel=1)
     state = read_ring(ring.path)
-    assert (state.pid, state.parent_pid, state.rank, state.attempt) == (os.getpid(), os.getppid(), 2, 3)
+    assert (state.pid, state.parent_pid, state.rank) == (os.getpid(), os.getppid(), 2)
     assert state.coords == "pipeline 1 data 0 tensor 0"
     assert state.waiting is None
     done, open_ = state.calls
     assert (done.number, done.group, done.members, done.operation) == (first, "tensor", (2, 3), "all_reduce")
-    assert (done.purpose, done.reduce_op, done.dtype, done.num_bytes) == ("mlp output", "sum", "float32", 1024)
+    assert (done.purpose, done.num_bytes) == ("mlp output", 1024)
     assert (done.sequence, done.step, done.micro_batch, done.phase) == (7, 3, 1, "forward")
     assert (done.peer, done.channel) == (None, None)
     assert done.begin_s <= done.wait_s <= done.end_s <= time.monotonic()
