@@ -3,14 +3,11 @@ file of 10^12 tokens needs no more memory than a small one."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.data.order import Integers
 from phalanx.data.tokens import TokenFile
-
-Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 class Documents:

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
+from phalanx.data.order import Integers
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.documents import Documents
-from phalanx.data.tokens import TokenFile, mask_path
+from phalanx.data.order import Integers
+from phalanx.data.tokens import TokenFile, check_mask, read_mask
 from phalanx.errors import DataError
 
-Integers: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 _CHUNK_TOKENS = 1 << 20
@@ -46,7 +46,7 @@ class Samples:
         self.file, self.seq_len, self.vocab = file, seq_len, vocab
         self.documents = Documents(file) if separate else None
         self.first, self.last = first, file.num_tokens if last is None else last
-        self.mask = _mask(file)
+        self.mask = read_mask(file)
 
     @property
     def num_samples(self) -> int:
@@ -74,8 +74,7 @@ class Samples:
         if self.mask is not None:
             for row, start in zip(flags, starts.tolist(), strict=True):
                 values = self.mask[start : min(start + self.seq_len, self.last)]
-                if values.size and values.max() > 1:
-                    self._refuse_mask(start + int(values.argmax()))
+                check_mask(self.file, values, start)
                 row[: len(values)] &= values.view(np.bool_)
         if self.documents is not None:
             flags &= ~self.documents.begin_within(starts, self.seq_len)
@@ -119,23 +118,6 @@ class Samples:
         what = f"token id {samples[row, column]} at position {position:,}; the model's vocabulary is {self.vocab:,} ids"
         advice = "tokenize with the model's tokenizer, or set model.vocab to cover every id of the tokenizer"
         raise DataError(what, where=str(self.file.bin_path), instead=advice)
-
-    def _refuse_mask(self, position: int) -> None:
-        assert self.mask is not None
-        what = f"byte {self.mask[position]} at position {position:,}"
-        raise DataError(what, where=str(mask_path(self.file.prefix)), instead="1 for a supervised token, 0 for others")
-
-
-def _mask(file: TokenFile) -> npt.NDArray[np.uint8] | None:
-    """The file's mask, memory-mapped, if it has one."""
-    path = mask_path(file.prefix)
-    if not path.is_file():
-        return None
-    size = path.stat().st_size
-    if size != file.num_tokens:
-        what = f"has {size:,} bytes for {file.num_tokens:,} tokens"
-        raise DataError(what, where=str(path), instead="one byte per token: build the data again, or delete the mask")
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size else np.empty(0, np.uint8)
 
 
 def split(file: TokenFile, fraction: float) -> int:

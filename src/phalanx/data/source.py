@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.mixture import choose, shares
-from phalanx.data.order import in_order
-from phalanx.data.samples import Integers, Samples, split
+from phalanx.data.order import Integers, in_order
+from phalanx.data.samples import Samples, split
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import DataError
 from phalanx.spec.job import DataSpec, JobSpec

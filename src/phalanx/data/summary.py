@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.tokenizer import load_tokenizer, num_ids
-from phalanx.data.tokens import Integers, TokenFile, mask_path
-from phalanx.errors import DataError
+from phalanx.data.tokens import Integers, TokenFile, check_mask, read_mask
 from phalanx.units import format_bytes
 
 CHUNK_TOKENS = 16 << 20
@@ -105,18 +104,12 @@ def _chunks(file: TokenFile) -> list[Integers]:
 
 def _num_supervised(file: TokenFile) -> int:
     """Tokens that the mask lets a model learn. Raises DataError for a mask of another size, or of other bytes."""
-    path = mask_path(file.prefix)
-    if not path.is_file():
+    mask = read_mask(file)
+    if mask is None:
         return file.num_tokens
-    if path.stat().st_size != file.num_tokens:
-        what = f"has {path.stat().st_size:,} bytes for {file.num_tokens:,} tokens"
-        raise DataError(what, where=str(path), instead="the mask is of other tokens: build both again")
-    mask = np.memmap(path, dtype=np.uint8, mode="r") if file.num_tokens else np.empty(0, np.uint8)
-    starts = range(0, file.num_tokens, CHUNK_TOKENS)
-    chunks = [mask[start : start + CHUNK_TOKENS] for start in starts]
-    for start, chunk in zip(starts, chunks, strict=True):
-        if chunk.max() > 1:
-            position = start + int(chunk.argmax())
-            what = f"byte {mask[position]} at position {position:,}"
-            raise DataError(what, where=str(path), instead="1 for a supervised token, 0 for others")
-    return sum(int(np.count_nonzero(chunk)) for chunk in chunks)
+    number = 0
+    for start in range(0, file.num_tokens, CHUNK_TOKENS):
+        chunk = mask[start : start + CHUNK_TOKENS]
+        check_mask(file, chunk, start)
+        number += int(np.count_nonzero(chunk))
+    return number

@@ -162,6 +162,26 @@ class TokenFile:
         return self.read(int(self.offsets[first]) // self.dtype.itemsize, int(self.lengths[first:last].sum()))
 
 
+def read_mask(file: TokenFile) -> npt.NDArray[np.uint8] | None:
+    """The mask beside `file`, memory-mapped, if there is one. Raises `DataError` for one of another length."""
+    path = mask_path(file.prefix)
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    if size != file.num_tokens:
+        what = f"has {size:,} bytes for {file.num_tokens:,} tokens"
+        raise DataError(what, where=str(path), instead="one byte per token: build the data again, or delete the mask")
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size else np.empty(0, np.uint8)
+
+
+def check_mask(file: TokenFile, values: npt.NDArray[np.uint8], first: int) -> None:
+    """Raises `DataError` unless all of `values`, those of the mask of `file` from token `first` on, are 0 or 1."""
+    if values.size and values.max() > 1:
+        at = int(values.argmax())
+        what = f"byte {values[at]} at position {first + at:,}"
+        raise DataError(what, where=str(mask_path(file.prefix)), instead="1 for a supervised token, 0 for others")
+
+
 class TokenWriter:
     """Writes a `.bin`/`.idx` pair, and a mask if `with_mask`. Use as a context: the files appear when it ends without
     an error, or not at all.
