@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_worlds
+from late import Late
 from matrix import UNUSUAL, layouts, models
 from messages import claimed, counted
 from single import collect, document_positions, masked_batch, solo_engine
 from tiny import STYLES, tiny_model, tiny_plan
 from torch import Tensor
 
+from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.spec.job import DataSpec
 from phalanx.spec.model import ModelSpec
+from phalanx.trainer.comm import GroupComm
 from phalanx.trainer.engine import Engine
 from phalanx.trainer.flat import FlatBuffer
 from phalanx.trainer.world import World
@@ -47,6 +50,7 @@ def train(engine: Engine) -> dict[str, Any]:
         if step == 0:
             gradients = pieces(engine, "gradients")
         engine.update(1e-2, 1.0)
+    engine.data.wait_for_parameters()
     return {"losses": losses, "norms": norms, "gradients": gradients, "buffers": padding(engine.data.buffers)}
 
 
@@ -71,9 +75,17 @@ def padding(buffers: tuple[FlatBuffer, ...]) -> float:
     return worst
 
 
-def on_rank(world: World, plan: Plan) -> dict[str, Any]:
+def on_rank(world: World, plan: Plan, *, late: bool = False) -> dict[str, Any]:
+    for group in groups(plan.model, plan.layout) if late else ():
+        if isinstance(comm := world.comm(group.name), GroupComm):
+            Late.install(comm)
     engine = Engine(plan, world.coord, world.comm, world.device)
-    return {**train(engine), "messages": counted(engine, world)}
+    result = {**train(engine), "messages": {key: list(count) for key, count in counted(engine, world).items()}}
+    if late:  # updates without a forward between them that waits for parameters
+        engine.update(1e-2, 1.0)
+        engine.update(1e-2, 1.0)
+        engine.data.wait_for_parameters()
+    return result
 
 
 @functools.cache
@@ -87,11 +99,12 @@ def reference(model: ModelSpec, **job: Any) -> tuple[list[float], list[float], d
     return result["losses"], result["norms"], gradients
 
 
-def check_against_one_process(model: ModelSpec, layout: Layout, **job: Any) -> None:
+def check_against_one_process(model: ModelSpec, layout: Layout, *, late: bool = False, **job: Any) -> None:
     plan = tiny_plan(layout, model, **job)
+    work = functools.partial(on_rank, late=late)
     losses, norms, gradients = reference(model, **job)
     names = set()
-    for rank, result in enumerate(run_worlds(plan.layout, on_rank, plan, model=plan.model, timeout=90)):
+    for rank, result in enumerate(run_worlds(plan.layout, work, plan, model=plan.model, timeout=90)):
         assert result["losses"] == pytest.approx(losses, rel=TOLERANCE), f"loss on rank {rank}"
         assert result["norms"] == pytest.approx(norms, rel=TOLERANCE), f"norm on rank {rank}"
         assert result["buffers"] == 0.0, f"padding on rank {rank}"
@@ -130,6 +143,15 @@ def test_smoothing_and_z_loss_do_not_depend_on_the_layout(layout: Layout) -> Non
 def test_unusual_layout_equals_one_process(case: str) -> None:
     model, layout = UNUSUAL[case]
     check_against_one_process(model, layout)
+
+
+LATE = ("chunks, sequence", "interleaved", "zero 2", "zero 3, tied")
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_nothing_is_read_before_it_was_waited_for(case: str) -> None:
+    model, layout = UNUSUAL[case]
+    check_against_one_process(model, layout, late=True)
 
 
 SEPARATE = {
