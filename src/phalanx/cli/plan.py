@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.inputs import add_run, ranked, writing
-from phalanx.cli.table import entries, wrapped
+from phalanx.cli.table import columns, entries, wrapped
 from phalanx.errors import InputError
 from phalanx.units import format_seconds
 
@@ -80,14 +80,21 @@ def _first_answer(wanted: RunSpec, engine: str) -> None:
 def _show(found: Search) -> None:
     from rich.console import Console
 
-    from phalanx.planner.summary import COLUMNS, cells, rejections, summaries, whole_run
+    from phalanx.planner.summary import COLUMNS, beside, cells, heading, rejections, summaries, whole_run
 
     console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False)
+    first = found.plans[0]
     rows = [("", *COLUMNS), *((str(rank), *cells(line)) for rank, line in enumerate(summaries(found), start=1))]
     head, best, *others = entries([(row[0], *row[2:]) for row in rows], [row[1] for row in rows], console.width)
-    console.print(head, style="dim")
+    console.print(wrapped(heading(first), console.width))
+    console.print(f"\n{head}", style="dim")
     console.print(best, style="bold")
-    words = [*others, "", *found.reasons, f"{whole_run(found.plans[0])} with the first", ""]
-    words.append(f"{found.num_layouts:,} layouts, {found.num_fitting:,} fit (engine {found.engine})")
-    for text in (*words, *rejections(found)):
-        console.print("\n".join(wrapped(line, console.width) for line in text.split("\n")))
+    console.print("\n".join(others))
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    tables["Why the first"] = [("-", text) for text in (*found.reasons, f"{whole_run(first)} with the first")]
+    tables |= {f"Beside it, by {kind}": rows for kind, rows in beside(found).items()}
+    tables[f"{found.num_layouts:,} layouts, {found.num_fitting:,} fit (engine {found.engine})"] = rejections(found)
+    for title, texts in tables.items():
+        console.print(f"\n{title}", style="bold")
+        for line in columns(texts, console.width):
+            console.print(line)

@@ -1,11 +1,14 @@
-"""Advice: the winner's reason in words, the scan that an expert would make by hand, and when two layouts cannot be told
-apart."""
+"""Advice: the winner's reason in words, what others lose, and when two layouts cannot be told apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from phalanx.plan.layout import AXES
 from phalanx.plan.plan import Plan
 from phalanx.planner.machinery import NEAR
 from phalanx.units import format_bytes, format_seconds
@@ -19,11 +22,10 @@ MEMORY_ERROR = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scanned:
-    """The best layout with one tensor size, or why there is none; `slower` than the winner by this share (below 0 where
-    the winner needs less machinery for about the same time), and `because` of this."""
+class Compared:
+    """The best layout of one kind, `slower` than the winner by this share (below 0 where the winner needs less
+    machinery for about the same time) because of this; or None, and why there is none."""
 
-    tensor: int
     plan: Plan | None
     slower: float
     because: str
@@ -58,19 +60,18 @@ NAMES = {
 
 
 def reasons(
-    plans: Sequence[Plan], fastest: Plan, scan: Sequence[Scanned], tie: float, *, given: bool
+    plans: Sequence[Plan], fastest: Plan, shapes: Mapping[str, Compared], tie: float, given: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Why the first plan won: what shape of problem this is, what its time goes to, what comes closest; why it goes
-    before the `fastest`, if that is another. `given`: the axes were not chosen."""
+    """Why the first plan won: what shape of problem this is, and what [layout] had `given`; what its time goes to; why
+    it goes before the `fastest`, if that is another; what cannot be told from it."""
     winner = plans[0]
-    assert winner.prediction is not None
-    words = ["[layout] gives the axes; the rest is chosen" if given else _shape(winner, scan), _time(winner)]
-    words += _idle(winner) + _simpler(winner, fastest)
-    for entry in scan:
-        if entry.plan is not None and entry.tensor != winner.layout.tensor:
-            words.append(_compared(entry))
-        elif entry.plan is None:
-            words.append(f"tensor {entry.tensor} is out: {entry.because}")
+    kept = ", ".join(f"{key} = {_written(value)}" for key, value in given.items())
+    sizes = math.prod(given.get(axis, 1) for axis in AXES)
+    if sizes == winner.cluster.num_devices > 1:
+        words = ["[layout] gives the axes; the rest is chosen"]
+    else:
+        words = [_shape(winner, shapes) + (f"; [layout] keeps {kept}" if kept else "")]
+    words += [_time(winner), *_idle(winner), *_simpler(winner, fastest)]
     close = [plan for plan in plans[1:] if step_s(plan) <= step_s(winner) * (1 + tie)]
     if close:
         words.append(
@@ -80,11 +81,22 @@ def reasons(
     return tuple(words)
 
 
-def _compared(entry: Scanned) -> str:
-    if entry.plan is not None and entry.slower < 0:
-        how = f"gains {-entry.slower:.1%} at most" if entry.slower <= -0.0005 else "is as fast"
-        return f"tensor {entry.tensor} {how}, with more machinery: {entry.plan.layout}"
-    return f"tensor {entry.tensor} loses {entry.slower:.1%}: {entry.because}"
+def _written(value: Any) -> str:
+    """A value of [layout] as a run file has it."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def compared(entry: Compared) -> str:
+    """What a layout of one kind loses, as words; "" for the winner itself."""
+    if entry.plan is None:
+        return f"out: {entry.because}"
+    if entry.slower < -0.0005:
+        return f"gains {-entry.slower:.1%} at most, with more machinery"
+    if abs(entry.slower) <= 0.0005:
+        return "as fast, with more machinery"
+    if entry.slower > 1:
+        return f"takes {1 + entry.slower:.1f} times as long: {entry.because}"
+    return f"loses {entry.slower:.1%}: {entry.because}"
 
 
 def _idle(plan: Plan) -> list[str]:
@@ -104,34 +116,48 @@ def _simpler(first: Plan, fastest: Plan) -> list[str]:
     ]
 
 
-def _shape(plan: Plan, scan: Sequence[Scanned]) -> str:
-    """What kind of case this is; the `scan` knows whether anything fits without a tensor axis."""
+def _shape(plan: Plan, shapes: Mapping[str, Compared]) -> str:
+    """What kind of case this is; `shapes` know what else fits."""
     layout, model = plan.layout, plan.model
-    whole = layout.tensor * layout.pipeline * layout.context == 1 and layout.zero < 3
+    whole = layout.tensor * layout.pipeline * layout.context == 1
     if layout.num_ranks == 1:
         return "one device: nothing to cut"
-    if whole:
+    if whole and layout.zero < 3:
         return "the model fits one device: data parallelism alone, the fewest messages"
-    if layout.zero == 3 and layout.tensor * layout.pipeline == 1 and _fits_whole(plan):
-        return "the model fits one device; cutting its parameters over the data axis as well costs next to nothing here"
-    if layout.zero == 3 and layout.tensor * layout.pipeline == 1:
-        return "a layer fits one device, the whole model does not: parameters cut over the data axis"
+    if whole:
+        return _cut_over_data(shapes.get("data alone"))
     if model.num_parameters >= HUGE and min(layout.tensor, layout.pipeline, layout.data) > 1:
         return "100B parameters and more: tensor inside the node, pipeline across nodes, data with what is left"
     if layout.tensor == 1:
         inside = "experts over neighbours on it" if model.num_experts else "without a message inside a layer"
         return f"deep but narrow: pipeline and data, {inside}"
     if layout.pipeline == 1:
-        alone = all(entry.plan is None for entry in scan if entry.tensor == 1)
-        start = "one layer is too large for a device" if alone and scan[0].tensor == 1 else "wide layers"
+        start = "one layer is too large for a device" if _out(shapes, *UNCUT) else "wide layers"
         rest = "parameters cut over the data axis as well" if layout.zero == 3 else "no pipeline to fill"
         return f"{start}: cut over the tensor axis, {rest}"
-    return "too large for one axis: layers cut inside the node, stages across nodes"
+    start = "too large for one axis" if _out(shapes, *UNCUT, "tensor and data") else "faster than with fewer axes"
+    return f"{start}: layers cut inside the node, stages across nodes"
 
 
-def _fits_whole(plan: Plan) -> bool:
-    """Whether parameters, gradients and optimizer states fit one device uncut, at Megatron's 18 bytes per parameter."""
-    return 18 * plan.model.num_parameters < plan.cluster.device.memory_bytes
+UNCUT = ("data alone", "data alone, ZeRO 3", "pipeline and data")
+"""Shapes that leave layers whole."""
+
+
+def _out(shapes: Mapping[str, Compared], *names: str) -> bool:
+    """Whether some of these shapes were looked at, and none fits."""
+    looked_at = [shapes[name] for name in names if name in shapes]
+    return bool(looked_at) and all(entry.plan is None for entry in looked_at)
+
+
+def _cut_over_data(uncut: Compared | None) -> str:
+    """Why parameters are cut over the data axis (ZeRO 3) though nothing else is; `uncut`: the best that does not."""
+    if uncut is None:
+        return "parameters cut over the data axis, layers and stages whole"
+    if uncut.plan is None:
+        return "a layer fits one device, the whole model does not: parameters cut over the data axis"
+    if uncut.slower <= NEAR:
+        return "the model fits one device; cutting its parameters over the data axis as well costs next to nothing here"
+    return "the model fits one device; cutting its parameters over the data axis as well leaves room for activations"
 
 
 def _time(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,7 @@ import numpy as np
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.planner import advice, describe, memory, timeline
-from phalanx.planner.advice import Scanned
+from phalanx.planner import describe, memory, timeline
 from phalanx.planner.candidates import Array, Candidates, of
 from phalanx.planner.engine import Engine
 from phalanx.planner.estimate import Group, footprints, price
@@ -23,6 +22,8 @@ from phalanx.spec.model import ModelSpec
 
 NEAREST = 2000
 """Of layouts that do not fit, as many are looked at more closely for the smallest."""
+
+TOO_LARGE = "does not fit into memory"
 
 MOST_SHIFTED = 8
 """Layouts that are tried with layers moved between stages, where none fits otherwise."""
@@ -52,7 +53,8 @@ class Task:
 
 class Ranking:
     """Legal layouts and their cost: `peak` bytes of the fullest rank (at least, where model states alone are too much),
-    whether that `fits`, and, for those that do, `step_s` by the bound."""
+    whether that `fits`, and, for those that do, `step_s` by the bound; `order` has them in rising order of that, among
+    equals the smaller first."""
 
     def __init__(self, task: Task, layouts: Candidates, *, only_fitting: bool = True) -> None:
         self.task, self.layouts, self.groups = task, layouts, list[Group]()
@@ -71,8 +73,10 @@ class Ranking:
             self.exact[footprint.rows] = True
             keep = self.peak[footprint.rows] <= limit
             if keep.any():
-                self._add(price(*specs, footprint.take(keep)))
+                self._add(price(*specs, footprint.take(np.flatnonzero(keep))))
         self.fits: Array = self.peak <= task.cluster.device.memory_bytes
+        rows = np.flatnonzero(self.fits)
+        self.order: Array = rows[np.lexsort((self.peak[rows], self.step_s[rows]))]
 
     def _add(self, group: Group) -> None:
         self.group_of[group.rows] = len(self.groups)
@@ -117,8 +121,11 @@ class Ranking:
 
         A layout whose bound is above the slowest of them cannot be among them.
         """
-        rows = np.flatnonzero(self.fits) if among is None else among[self.fits[among]]
-        order = rows[np.lexsort((self.peak[rows], self.step_s[rows]))]
+        order = self.order
+        if among is not None:
+            wanted = np.zeros(len(self.fits), dtype=bool)
+            wanted[among] = True
+            order = order[wanted[order]]
         best: list[tuple[float, float, int]] = []
         for row in order.tolist():
             if len(best) >= top and self.step_s[row] > best[top - 1][0]:
@@ -145,24 +152,11 @@ class Ranking:
         assert found is not None, "the fastest is within the limit"
         return found[-1]
 
-    def scan(self, tensors: list[int], winner: Plan) -> Iterator[Scanned]:
-        """For each tensor size that some layout has, the best layout and what it loses, or why there is none."""
-        for tensor in tensors:
-            legal_rows = np.flatnonzero(self.layouts.tensor == tensor)
-            fastest = self.best(1, legal_rows)
-            if fastest:
-                best = winner if winner.layout.tensor == tensor else self.plan(fastest[0])
-                slower = advice.step_s(best) / advice.step_s(winner) - 1.0
-                yield Scanned(tensor=tensor, plan=best, slower=slower, because=advice.difference(best, winner))
-            elif len(legal_rows):
-                smallest, _ = self.smallest(legal_rows)
-                yield Scanned(tensor=tensor, plan=None, slower=np.inf, because=self.memory_sum(smallest))
-
     def front(self, fastest: int) -> list[int]:
         """Layouts that fit and, by the bound, are slower than the `fastest`, in rising order of time, each smaller than
         it and all before."""
-        rows = np.flatnonzero(self.fits & (self.step_s >= self.replayed_step_s(fastest)))
-        order = np.concatenate(([fastest], rows[np.lexsort((self.peak[rows], self.step_s[rows]))])).astype(int)
+        slower = self.order[self.step_s[self.order] >= self.replayed_step_s(fastest)]
+        order = np.concatenate(([fastest], slower))
         least = np.minimum.accumulate(self.peak[order])
         kept: list[int] = order[np.append(True, least[1:] < least[:-1])].tolist()
         return kept
@@ -209,7 +203,7 @@ class Ranking:
         if self.fits.any():
             instead = describe.nearest_change(self.layouts, row, np.flatnonzero(self.fits), self.step_s)
         return Rejection(
-            reason="does not fit into memory",
+            reason=TOO_LARGE,
             count=len(over),
             example=self.layouts.layout(row),
             detail=self.memory_sum(row),

@@ -5,7 +5,6 @@ Exact: all layouts are priced by the bound, and replayed in its order until no u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import LayoutError, Problem
-from phalanx.plan.layout import AXES, Layout
+from phalanx.plan.layout import Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.planner import certainty, legal
-from phalanx.planner.advice import Scanned, reasons
+from phalanx.planner.advice import reasons
 from phalanx.planner.candidates import Candidates, enumerate_all, of
+from phalanx.planner.comparison import Comparison, compare
 from phalanx.planner.engine import OURS, engine, profiles
 from phalanx.planner.ranking import Ranking, Rejection, Task
 from phalanx.planner.variants import advised
@@ -30,13 +30,13 @@ from phalanx.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """`plans` best first, each with its Prediction; `reasons` for the first, in words; the `scan` over tensor sizes;
-    the `front` of layouts that no other beats in both time and memory; `rejected` by reason; how many layouts were
-    looked at, how many of them fit, and how many had their schedule replayed."""
+    """`plans` best first, each with its Prediction; `reasons` for the first, in words; `beside` it, the
+    best of each shape and tensor size; the `front` of layouts that no other beats in both time and memory; `rejected`
+    by reason; how many layouts were looked at, how many of them fit, and how many had their schedule replayed."""
 
     plans: tuple[Plan, ...]
     reasons: tuple[str, ...]
-    scan: tuple[Scanned, ...]
+    beside: Comparison
     front: tuple[Plan, ...]
     rejected: tuple[Rejection, ...]
     num_layouts: int
@@ -79,16 +79,16 @@ def search(
     best = priced.best(top)
     fastest, first = best[0], priced.simplest(best[0])
     plans = tuple(priced.plan(row) for row in [first, *(row for row in best if row != first)][:top])
-    scan = tuple(priced.scan(np.unique(everything.tensor).tolist(), plans[0]))
+    beside = compare(priced, first, plans[0], np.unique(everything.tensor).tolist())
     return Search(
         plans=plans,
         reasons=(
-            *reasons(plans, priced.plan(fastest), scan, task.runner.tie, given=_axes_given(task)),
+            *reasons(plans, priced.plan(fastest), beside.shapes, task.runner.tie, task.given),
             *(advised(task, plans[0]) if engine_name == OURS else ()),
             certainty.words(plans[0].layout, cluster, engine_name),
             *((f"stages of equal work do not fit: {_counts(plans[0])} layers do",) if shifted else ()),
         ),
-        scan=scan,
+        beside=beside,
         front=tuple(priced.plan(row, priced.bound_s(row) if row != fastest else None) for row in priced.front(fastest)),
         rejected=tuple(rejected),
         num_layouts=len(everything),
@@ -126,12 +126,6 @@ def _counts(plan: Plan) -> str:
     return ", ".join(map(str, plan.layout.stage_layers or ()))
 
 
-def _axes_given(task: Task) -> bool:
-    """Whether the axes that stay use up all devices, so that none was chosen."""
-    sizes = [int(task.given.get(axis, 1)) for axis in AXES]
-    return math.prod(sizes) == task.cluster.num_devices > 1
-
-
 def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:
     """All candidates, the legal ones, and the rest by the first rule that each breaks."""
     everything = enumerate_all(task.model, task.job, task.cluster, task.runner.space, task.given)
@@ -147,7 +141,7 @@ def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:
             detail, instead = (found[0].what, found[0].instead) if found else (reason, "")
             rejected.append(Rejection(reason=reason, count=len(fresh), example=example, detail=detail, instead=instead))
         broken |= mask
-    return everything, everything.take(~broken), rejected
+    return everything, everything.take(np.flatnonzero(~broken)), rejected
 
 
 def _nothing_legal(task: Task, rejected: list[Rejection]) -> list[Problem]:

@@ -7,9 +7,11 @@ from typing import Any
 
 from phalanx.plan.plan import Plan
 from phalanx.planner import certainty
+from phalanx.planner.advice import Compared, compared, step_s
 from phalanx.planner.compute import peak_flops
 from phalanx.planner.engine import OURS
 from phalanx.planner.messages import Priced, of_layer, of_step
+from phalanx.planner.ranking import TOO_LARGE
 from phalanx.planner.search import Search
 from phalanx.units import format_bytes, format_seconds
 
@@ -74,7 +76,10 @@ COLUMNS = (
     "comm.",
     "bubble",
     "run",
+    "device-h",
 )
+"""TFLOP/s of one device, memory of the fullest stage, shares of exposed communication and of the bubble; the time and
+the device-hours of all steps."""
 
 
 def cells(line: Summary) -> tuple[str, ...]:
@@ -84,13 +89,19 @@ def cells(line: Summary) -> tuple[str, ...]:
         format_seconds(line.step_s),
         _range(line.step_s, line.low_s, line.high_s),
         f"{line.tokens_per_s:,.0f}",
-        f"{line.flops_per_s_per_device / 1e12:,.3g}",
+        _three_digits(line.flops_per_s_per_device / 1e12),
         f"{line.mfu:.0%}" if line.mfu >= 0.1 else f"{line.mfu:.1%}",
         format_bytes(line.memory_bytes),
         f"{line.communication:.1%}",
         f"{line.bubble:.1%}",
         _short(line.days * 86400),
+        _three_digits(line.device_hours) if line.device_hours < 1e6 else f"{line.device_hours / 1e6:.3g} M",
     )
+
+
+def _three_digits(value: float) -> str:
+    """As `0.0104`, `215` or `52,016`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _short(seconds: float) -> str:
@@ -106,10 +117,22 @@ def _range(step_s: float, low_s: float, high_s: float) -> str:
     return "–".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (scale * low_s, scale * high_s))
 
 
+def heading(plan: Plan) -> str:
+    """What is planned, as text: model, devices and batch, as they were understood."""
+    model, cluster, job = plan.model, plan.cluster, plan.job
+    nodes = f"{cluster.num_nodes:,} nodes of " if cluster.num_nodes > 1 else ""
+    size = model.num_parameters
+    count = f"{size / 1e9:,.3g}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
+    return (
+        f"{model.name}, {count} parameters, on {nodes}{cluster.devices_per_node} × {cluster.device.name}: "
+        f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step in {job.precision}"
+    )
+
+
 def whole_run(plan: Plan) -> str:
     """What all steps of the job cost with this plan, as text."""
     line = summary(plan)
-    hours = f", {line.device_hours:,.0f} device-hours" if line.device_hours >= 1 else ""
+    hours = f", {_three_digits(line.device_hours)} device-hours" if line.device_hours >= 0.01 else ""
     return f"all {plan.job.num_steps:,} steps take {format_seconds(line.days * 86400)}{hours}"
 
 
@@ -118,12 +141,38 @@ def summaries(found: Search) -> tuple[Summary, ...]:
     return tuple(summary(plan, found.engine) for plan in found.plans)
 
 
-def rejections(found: Search) -> tuple[str, ...]:
-    """Why the others are out, as text."""
-    return tuple(
-        f"{entry.count:,} rejected: {entry.reason}\n    {entry.example}: {entry.detail}\n    → {entry.instead}"
+def beside(found: Search) -> dict[str, list[tuple[str, ...]]]:
+    """By kind ("shape", "tensor size") the best of each: name, step and words. A kind of which there is but one is left
+    out, and so are tensor sizes of more than twice the largest that fits."""
+    sizes = found.beside.scan
+    largest = max((size for size, entry in sizes.items() if entry.plan), default=1)
+    near = {f"tensor {size}": entry for size, entry in sizes.items() if size <= 2 * largest}
+    kinds = {"shape": found.beside.shapes, "tensor size": near}
+    return {
+        kind: [(name, *_beside_words(entry, found)) for name, entry in entries.items()]
+        for kind, entries in kinds.items()
+        if len(entries) > 1
+    }
+
+
+def _beside_words(entry: Compared, found: Search) -> tuple[str, str]:
+    if entry.plan is None:
+        return "–", compared(entry)
+    return format_seconds(step_s(entry.plan)), "the first" if entry.plan == found.plans[0] else compared(entry)
+
+
+def rejections(found: Search) -> list[tuple[str, ...]]:
+    """Why the others are out: how many, and by reason one of them in numbers and the least change that helps."""
+    return [
+        (
+            f"{entry.count:,}",
+            f"{entry.reason}, e.g. "
+            + (f"{entry.example}: " if entry.reason == TOO_LARGE else "")
+            + entry.detail
+            + (f" → {entry.instead}" if entry.instead else ""),
+        )
         for entry in found.rejected
-    )
+    ]
 
 
 def as_json(found: Search) -> dict[str, Any]:
@@ -137,15 +186,8 @@ def as_json(found: Search) -> dict[str, Any]:
         "messages": [_message(row) for row in of_step(found.plans[0], found.engine)],
         "layer_messages": [_message(row) for row in of_layer(found.plans[0], found.engine)],
         "reasons": list(found.reasons),
-        "scan": [
-            {
-                "tensor": entry.tensor,
-                "slower": None if entry.plan is None else entry.slower,
-                "because": entry.because,
-                "plan": None if entry.plan is None else _plan(entry.plan, found.engine),
-            }
-            for entry in found.scan
-        ],
+        "shapes": [{"shape": name, **_beside(entry, found)} for name, entry in found.beside.shapes.items()],
+        "scan": [{"tensor": size, **_beside(entry, found)} for size, entry in found.beside.scan.items()],
         "front": [_plan(plan, found.engine) for plan in found.front],
         "rejected": [
             {
@@ -157,6 +199,14 @@ def as_json(found: Search) -> dict[str, Any]:
             }
             for r in found.rejected
         ],
+    }
+
+
+def _beside(entry: Compared, found: Search) -> dict[str, Any]:
+    return {
+        "slower": None if entry.plan is None else entry.slower,
+        "because": entry.because,
+        "plan": None if entry.plan is None else _plan(entry.plan, found.engine),
     }
 
 

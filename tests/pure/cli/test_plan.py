@@ -23,4 +23,4 @@ def test_no_line_is_wider_than_the_terminal(
     first = next(number for number, line in enumerate(lines) if line.startswith("1 "))
     assert lines[first].count("%") == 3
     assert "tensor" in lines[first if width == 200 else first + 1]
-    assert any(line.startswith("all 100,000 steps take") for line in lines)
+    assert any(line.startswith("  -  all 100,000 steps take") for line in lines)

@@ -35,15 +35,21 @@ def run_file(tmp_path: Path) -> Path:
 def test_the_table_says_why(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_file), "--top", "3"]) == 0
     text = capsys.readouterr().out
-    for word in ("layout", "likely", "MFU", "device-hours", "tensor 8", "rejected", "does not fit into memory"):
+    for word in ("likely", "MFU", "comm.", "bubble", "device-h", "device-hours", "does not fit into memory, e.g. "):
         assert word in text
+    assert text.startswith("llama-3-8b, 8.03B parameters, on 2 nodes of 8 × H100-SXM5-80GB: 64 sequences of")
+    scan = [line.split() for line in text.splitlines() if line.startswith("  tensor ")]
+    assert [row[1] for row in scan if row[1].isdigit()] == ["1", "2", "4", "8", "16"]
+    assert "a tensor group of 16 does not stay inside a node of 8 devices" in " ".join(text.split())
+    for shape in ("data alone  ", "data alone, ZeRO 3", "pipeline and data", "tensor and data", "all three"):
+        assert f"\n  {shape}" in text
 
 
 def test_json_holds_everything(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_file), "--json", "--top", "2"]) == 0
     value = json.loads(capsys.readouterr().out)
     keys = {"engine", "num_layouts", "num_fitting", "num_replayed", "plans", "messages", "reasons", "scan", "front"}
-    keys |= {"rejected", "layer_messages"}
+    keys |= {"rejected", "layer_messages", "shapes"}
     assert set(value) == keys
     best = value["plans"][0]
     assert best["low_s"] < best["step_s"] < best["high_s"] and best["layout"]["tensor"] >= 1

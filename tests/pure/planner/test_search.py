@@ -86,10 +86,22 @@ def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int) -> None:
     assert num_mechanisms(found.plans[0].layout) == least
     best.remove(min(best, key=lambda seconds: abs(seconds - first)))
     assert [step_s(plan) for plan in found.plans[1:]] == pytest.approx(best[:4], rel=1e-9)
-    for entry in found.scan:
-        fastest = min(step_s(plan) for plan in tried if plan.layout.tensor == entry.tensor)
-        if entry.plan is not None and entry.tensor != found.plans[0].layout.tensor:
+    assert {tensor for tensor, entry in found.beside.scan.items() if entry.plan} == {p.layout.tensor for p in tried}
+    for tensor, entry in found.beside.scan.items():
+        if entry.plan is not None and tensor != found.plans[0].layout.tensor:
+            fastest = min(step_s(plan) for plan in tried if plan.layout.tensor == tensor)
             assert step_s(entry.plan) == pytest.approx(fastest, rel=1e-9)
+    for name, entry in found.beside.shapes.items():
+        fastest = min((step_s(plan) for plan in tried if shape(plan.layout) == name), default=math.inf)
+        assert math.isinf(fastest) if entry.plan is None else step_s(entry.plan) <= (1 + NEAR) * fastest
+        if entry.plan is not None and entry.plan != found.plans[0]:
+            assert step_s(entry.plan) == pytest.approx(fastest, rel=1e-9)
+
+
+def shape(layout: Layout) -> str:
+    axes = layout.tensor > 1, layout.pipeline > 1
+    names = {(True, True): "all three", (True, False): "tensor and data", (False, True): "pipeline and data"}
+    return names.get(axes, "data alone, ZeRO 3" if layout.zero == 3 else "data alone")
 
 
 def num_mechanisms(layout: Layout) -> int:
@@ -230,8 +242,9 @@ def test_page_stands_alone() -> None:
 
 def test_scan_and_front() -> None:
     found = search(LLAMA, JOB, SMALL)
-    assert {entry.tensor for entry in found.scan} >= {1, 2, 4}
-    assert -NEAR <= min(entry.slower for entry in found.scan) <= 0.0
+    scan = found.beside.scan
+    assert set(scan) >= {1, 2, 4}
+    assert -NEAR <= min(entry.slower for entry in scan.values()) <= 0.0
     assert step_s(found.front[0]) == min(map(step_s, found.plans))
     times = [step_s(plan) for plan in found.front]
     sizes = [summary(plan).memory_bytes for plan in found.front]
