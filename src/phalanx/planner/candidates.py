@@ -172,7 +172,7 @@ def enumerate_all(
     where there is one stage. Keys in `given` keep their value.
     """
     names = tuple(dict.fromkeys(["1f1b", *space.schedules, str(given.get("schedule", "1f1b"))]))
-    blocks = [np.empty((0, len(ARRAYS)), dtype=np.int64)]
+    blocks = [np.empty((len(ARRAYS), 0), dtype=np.int64)]
     for sizes in _sizes(model, cluster.num_devices, space, given):
         orders = np.array([(v, names.index(name)) for name, v in _orders(model, sizes[2], space, given)])
         micro_batches = np.array(_given(given, "micro_batch", divisors(max(1, job.global_batch // sizes[3]))))
@@ -181,13 +181,13 @@ def enumerate_all(
             grid.reshape(-1)
             for grid in np.meshgrid(*(np.arange(len(part)) for part in (orders, micro_batches, options)), indexing="ij")
         )
-        block = np.empty((len(order), len(ARRAYS)), dtype=np.int64)
-        block[:, :4] = sizes
-        block[:, 4], block[:, 6] = orders[order].T
-        block[:, 5] = micro_batches[micro_batch]
-        block[:, 7:] = options[option]
+        block = np.empty((len(ARRAYS), len(order)), dtype=np.int64)
+        block[:4] = np.array(sizes)[:, None]
+        block[4], block[6] = orders[order].T
+        block[5] = micro_batches[micro_batch]
+        block[7:] = options[option].T
         blocks.append(block)
-    columns: dict[str, Any] = dict(zip(ARRAYS, np.concatenate(blocks).T, strict=True))
+    columns: dict[str, Any] = dict(zip(ARRAYS, np.concatenate(blocks, axis=1), strict=True))
     columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
     extra = {key: given[key] for key in SHARED if given.get(key) is not None}
     return Candidates(**columns, schedules=names, **extra)

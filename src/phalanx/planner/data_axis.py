@@ -59,14 +59,14 @@ def tail(
     engine: Engine,
     precision: str,
     footprint: Footprint,
+    places: dict[str, network.Placement],
     num_micro_batches: Array,
     last_backward_s: Array,
     first_forward_s: Array,
 ) -> Tail:
-    """`last_backward_s`, `first_forward_s` [layouts, coordinates]: what the reduction, and the gather of new
-    parameters, may hide behind."""
+    """`places` as network.placements has them; `last_backward_s`, `first_forward_s` [layouts, coordinates]: what the
+    reduction, and the gather of new parameters, may hide behind."""
     layouts, held, num_layers = footprint.layouts, footprint.held, footprint.layers.sum(0)
-    places = network.placements(cluster, layouts)
     states, zero = engine.states_for(precision), layouts.zero[:, None]
     own = held.elements - held.experts
     reduced = own * engine.reduce_bytes * _part_sent(layouts, engine)
@@ -95,7 +95,7 @@ def tail(
     tax = compute.overlap_tax(cluster.device)
     exposed = np.maximum(tax * reduce_s, reduce_s - window)
     exposed = exposed + np.maximum(tax * gather_s, gather_s - layouts.overlap * engine.gather_overlap * first_forward_s)
-    exposed = exposed + _tied_s(cluster, engine, footprint)
+    exposed = exposed + _tied_s(cluster, engine, footprint, places["pipeline"])
     optimizer = compute.optimizer_s(np.where(zero >= 1, held.shard, held.elements), engine, cluster.device)
     return Tail(data_s=reduce_s + gather_s, exposed_s=exposed, optimizer_s=optimizer)
 
@@ -120,11 +120,12 @@ def _experts_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint, round
     return np.asarray(seconds * np.where(layouts.zero[:, None] == 2, (rounds + 1) / 2, 1))
 
 
-def _tied_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint) -> Array:
+def _tied_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint, spread: network.Placement) -> Array:
     """Seconds in which both holders of a tied embedding add their gradients, on the coordinates that hold a copy: of
     the whole table, or of its shards where optimizer states are cut. Nothing hides it: it follows the reduction."""
     layouts, tied = footprint.layouts, footprint.tied
+    if not tied.any():
+        return np.zeros(tied.shape)
     size = tied * engine.reduce_bytes / (layouts.num_shards * layouts.context)[:, None]
-    spread = network.placements(cluster, layouts)["pipeline"]
     pair = network.Placement(size=2, per_node=np.where(spread.nodes > 1, 1, 2)[:, None])
     return np.where(tied > 0, network.collective_s(cluster, "all_reduce", size, pair), 0.0)

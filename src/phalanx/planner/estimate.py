@@ -138,14 +138,14 @@ def repeated_layers(model: ModelSpec, seq_len: int, layouts: Candidates, per_sta
 
 
 def _thresholds(model: ModelSpec, stages: int) -> Array:
-    """nanotron's rule: blocks in order, a stage closes once the cost so far passes its share of the whole; cost counts
+    """nanotron's rule: blocks in order, a stage closes once the cost so far reaches its share of the whole; cost counts
     parameters of matrices, the head included. Early stages thus get more than their share."""
     layer = 2 * model.hidden * (model.q_rows + model.kv_rows) + (3 if model.gated else 2) * model.hidden * model.ffn
     total = model.num_layers * layer + model.hidden * model.vocab
     counts, stage = np.zeros(stages, dtype=int), 0
     for number in range(model.num_layers):
         counts[stage] += 1
-        if (number + 1) * layer > total * (stage + 1) / stages and stage + 1 < stages:
+        if (number + 1) * layer * stages >= total * (stage + 1) and stage + 1 < stages:
             stage += 1
     return counts
 
@@ -193,7 +193,8 @@ def _footprint(
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
     chunk = memory.chunk_bytes(priced, layers, repeated, case)
-    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, chunk, counts, ends)
+    tables = memory.table_elements(model, layouts, layers.shape[1], ends)
+    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, chunk, tables, counts, ends[1])
     return Footprint(
         rows=rows,
         layouts=layouts,
@@ -204,7 +205,7 @@ def _footprint(
         costs=priced,
         held=held,
         memory=by_kind,
-        tied=memory.tied_elements(model, layouts, layers.shape[1], ends),
+        tied=tables * (model.tied and ends[0] != ends[1]),
     )
 
 
@@ -225,13 +226,13 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     again = repeated[footprint.case]
     times = timeline.stage_times(priced, per_stage, again, gathers, transfer_s, engine, waited)
     pipeline_s = np.empty(len(layouts))
-    for number in layouts.schedule[distinct(layouts.schedule)[0]]:
-        rows = layouts.schedule == number
-        name = layouts.schedules[number]
+    rules = np.array([timeline.bound_rule(name) for name in layouts.schedules])[layouts.schedule]
+    for first in distinct(rules)[0]:
+        rows, name = np.flatnonzero(rules == rules[first]), layouts.schedules[layouts.schedule[first]]
         pipeline_s[rows] = timeline.bound(name, times.take(rows), places, num_micro_batches[rows])
     forward_s, backward_s = times.forward_s[:, places], times.backward_s[:, places]
     windows = (backward_s.sum(1), forward_s.sum(1))
-    tail = data_axis.tail(cluster, engine, job.precision, footprint, num_micro_batches, *windows)
+    tail = data_axis.tail(cluster, engine, job.precision, footprint, links, num_micro_batches, *windows)
     # A later coordinate ends its last backward earlier than the first: that much of its tail costs nothing.
     hops = np.arange(places.shape[1]) * times.transfer_s[:, None]
     slack = np.cumsum(backward_s[:, 0], 1) - backward_s[:, 0] + hops

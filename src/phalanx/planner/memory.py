@@ -117,16 +117,16 @@ def memory(
     costs: Costs,
     layers: Array,
     chunk: tuple[Array, Array],
+    tables: Array,
     num_micro_batches: Array,
-    ends: tuple[int, int],
+    last: int,
 ) -> dict[str, Array]:
     """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size and places of stages.
 
-    `layers` [chunks, coordinates]: layers of each chunk; `chunk`: its activations, as `chunk_bytes` has them; `ends`:
-    coordinates that hold the first and the last stage.
+    `layers` [chunks, coordinates]: layers of each chunk; `chunk`: its activations, as `chunk_bytes` has them; `tables`:
+    as `table_elements` has them; `last`: the coordinate of the last stage.
     """
     pipeline = layers.shape[1]
-    last = np.arange(pipeline) == ends[1]
     states = engine.states_for(precision)
     shards, zero = _column(layouts.data * layouts.context), _column(layouts.zero)
     flight = np.empty((len(layouts), pipeline), dtype=int)
@@ -135,10 +135,10 @@ def memory(
         flight[rows] = in_flight(layouts.schedules[number], pipeline, len(layers), num_micro_batches[rows])
     boundary = _column(costs.at(costs.boundary_bytes))
     loss_bytes = np.where(_column(layouts.tensor) > 1, engine.sharded_loss_bytes, engine.loss_bytes)
-    logits = last * (_column(costs.at(costs.logits)) * loss_bytes + 2 * boundary)
-    transient = np.maximum(
-        0.0, held.elements * states.transient - logits
-    )  # logits are gone when backward makes gradients
+    logits = (np.arange(pipeline) == last) * (_column(costs.at(costs.logits)) * loss_bytes + 2 * boundary)
+    # Backward ends with all gradients of a chunk, and has freed its logits and activations by then.
+    passing = held.elements * states.transient / len(layers)
+    transient = np.maximum(0.0, passing - chunk[0] - logits)
     unit = held.elements / np.maximum(1, layers.sum(0))
     copies = 2 if layouts.reduce in WITH_ERRORS else 1  # an error beside each gradient
     by_kind = {
@@ -152,14 +152,35 @@ def memory(
         + np.where(shards > 1, 2.0 * layouts.bucket_bytes, 0.0)
         + np.where((zero >= 2) & (shards > 1), engine.whole_gradients * unit * states.gradient, 0.0),
     }
-    allocated = sum(by_kind.values())
-    by_kind["overhead"] = allocated * (engine.fragmentation - 1.0) + engine.context_bytes
+    if engine.whole_gather:
+        by_kind["gathered"] += ((zero >= 1) & (zero <= 2) & (shards > 1)) * held.elements * states.parameter
+    if states.bucket:
+        by_kind["buffers"] += ((zero == 0) & (shards > 1)) * held.elements * states.bucket
+    if engine.whole_buffers or engine.run_ahead:
+        size = np.where(layouts.sequence_parallel, layouts.tensor, 0) * (layouts.tensor > 1)
+        by_kind["buffers"] += (engine.whole_buffers + engine.run_ahead) * boundary * _column(size)
+    by_kind["overhead"] = sum(by_kind.values()) * (engine.fragmentation - 1.0) + engine.context_bytes
+    if engine.spare_tables:
+        by_kind["overhead"] += engine.spare_tables * tables * min(2.0, states.parameter)
     return by_kind
 
 
 def least(model: ModelSpec, engine: Engine, precision: str, layouts: Candidates) -> Array:
     """Bytes that the fullest rank needs at least: the mean over the pipeline of its model states, activations left out.
     What exceeds the device already here cannot fit."""
+    first, inverse = distinct(
+        layouts.tensor,
+        layouts.context,
+        layouts.pipeline,
+        layouts.data,
+        layouts.zero,
+        layouts.zero_group,
+        layouts.expert_group,
+    )
+    return _least(model, engine, precision, layouts.take(first))[inverse]
+
+
+def _least(model: ModelSpec, engine: Engine, precision: str, layouts: Candidates) -> Array:
     count, states = elements(model, layouts), engine.states_for(precision)
     total = model.num_layers * count.layer + count.embedding + count.head
     mean = total / layouts.pipeline
@@ -198,23 +219,23 @@ def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tu
     pipeline = layers.shape[1]
     first, last = np.arange(pipeline) == ends[0], np.arange(pipeline) == ends[1]
     count = elements(model, layouts)
-    parts = layers.sum(0) * _column(count.layer) + first * _column(count.embedding) + last * _column(count.head)
-    experts = layers.sum(0) * _column(count.experts)
-    spread = expert_spread(model, layouts) if model.num_experts else np.ones_like(layouts.data)
-    copies = layouts.data // spread
+    parts: Array = layers.sum(0) * _column(count.layer) + first * _column(count.embedding) + last * _column(count.head)
     group = layouts.shard_group
-    sharing = group * layouts.context, np.minimum(copies, group) * layouts.context
+    if not model.num_experts:
+        shard = parts / _column(group * layouts.context)
+        return Held(elements=parts, experts=np.zeros_like(parts), shard=shard, spread=np.ones_like(layouts.data))
+    experts = layers.sum(0) * _column(count.experts)
+    spread = np.asarray(expert_spread(model, layouts))
+    sharing = group * layouts.context, np.minimum(layouts.data // spread, group) * layouts.context
     shard = (parts - experts) / _column(sharing[0]) + experts / _column(sharing[1])
-    return Held(
-        elements=np.asarray(parts), experts=np.asarray(experts), shard=np.asarray(shard), spread=np.asarray(spread)
-    )
+    return Held(elements=parts, experts=np.asarray(experts), shard=np.asarray(shard), spread=spread)
 
 
-def tied_elements(model: ModelSpec, layouts: Candidates, pipeline: int, ends: tuple[int, int]) -> Array:
-    """Elements of a tied embedding on each coordinate that shares it with another, [layouts, coordinates]."""
+def table_elements(model: ModelSpec, layouts: Candidates, pipeline: int, ends: tuple[int, int]) -> Array:
+    """Elements of a vocabulary table on each coordinate that holds one, the embedding or the head, [layouts,
+    coordinates]."""
     rows = -(-model.vocab // (VOCAB_MULTIPLE * layouts.tensor)) * VOCAB_MULTIPLE
-    holders = np.isin(np.arange(pipeline), ends) & (model.tied and ends[0] != ends[1])
-    return np.asarray(_column(rows * model.hidden) * holders)
+    return np.asarray(_column(rows * model.hidden) * np.isin(np.arange(pipeline), ends))
 
 
 def _column(values: Any) -> Any:

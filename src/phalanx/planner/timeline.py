@@ -86,6 +86,12 @@ def stage_places(name: str, pipeline: int, virtual_stages: int) -> Array:
     return places
 
 
+def bound_rule(name: str) -> int:
+    """Which of three rules `bound` applies: schedules with the same one have the same bound where their stages lie in
+    the same places."""
+    return 2 if name == "1f1b" else int(name in SPLIT_BACKWARD)
+
+
 def bound(name: str, times: StageTimes, places: Array, num_micro_batches: Array) -> Array:
     """Seconds that a pipeline takes at least, whatever the order of work within its rules. Largest of:
 
