@@ -93,8 +93,6 @@ class Step:
         of items that it goes over. Raises RunError on all ranks if a parameter took no part, unless `prepare` was told
         that such ones have a gradient of zero.
         """
-        if not micro_batches:
-            raise InputError("there is no micro-batch", where="forward_backward", instead="one or more on each rank")
         self.world.recorder.step = self.number + 1
         self._batches = self._moved(micro_batches, loss)
         share = self.engine.forward_backward(self._batches)
@@ -122,9 +120,12 @@ class Step:
         if rate is None:
             rate = learning_rate(optimizer, self.number, self.plan.job.num_steps)
         loss_scale = self._batches[0].loss_scale
-        updated = self._guards.allow_update(self._batches, self.loss, self.gradient_norm) and self.engine.num_items > 0
+        finite = self._guards.allow_update(self._batches, self.loss, self.gradient_norm)
+        updated = finite and self.engine.num_items > 0
         if updated:
             self.engine.update(rate, clip_coefficient(self.gradient_norm, optimizer.clip_norm))
+        elif finite and self.engine.data.lossy:
+            self.engine.data.lossy.take_back()
         self._batches = None
         self.number += 1
         record = self._record(rate, loss_scale, updated)
@@ -135,7 +136,8 @@ class Step:
         return record
 
     def evaluate(self, micro_batches: Sequence[Nest], loss: Loss) -> float:
-        """The mean of `loss` over all ranks' micro-batches, in evaluation mode and without gradients."""
+        """The mean of `loss` over all ranks' micro-batches, one or more on each, in evaluation mode and without
+        gradients."""
         batches = self._moved(micro_batches, loss, validates=True)
         with _evaluating(self.module):
             total, count = self.engine.validate(batches)
@@ -176,6 +178,9 @@ class Step:
             self.close()
 
     def _moved(self, micro_batches: Sequence[Nest], loss: Loss, *, validates: bool = False) -> list[ModuleBatch]:
+        if not micro_batches:
+            where = "evaluate" if validates else "forward_backward"
+            raise InputError("there is no micro-batch", where=where, instead="one or more on each rank")
         device, first = self.world.device, self.world.coord.data * len(micro_batches)
         return [
             ModuleBatch(

@@ -99,6 +99,9 @@ class Lossy(Protocol):
         """Add the last error to this rank's gradients, make them an approximation of the sum of all ranks' that is
         the same everywhere, and keep as error what of this rank's own the approximation lacks."""
 
+    def take_back(self) -> None:
+        """Keep what the last reductions sent as well, as after a step whose gradients nobody applies."""
+
     def forget(self) -> None:
         """Begin anew with what is kept, as after a step whose gradients were no finite numbers."""
 
@@ -119,6 +122,7 @@ class PowerSGD:
         self._leaves = {buffer: list(matrices(buffer.layout, rank)) for buffer in buffers}
         self._errors = {matrix: torch.zeros_like(matrix) for matrix in self._matrices(buffers)}
         self._right = {matrix: matrix.new_empty(matrix.shape[1], rank) for matrix in self._errors}
+        self._sent: dict[Tensor, tuple[Tensor, Tensor, Tensor]] = {}  # P, this rank's part of Q, and Q before
         self._names = [f"{buffer.layout.name}.{leaf.name}" for buffer in buffers for leaf in self._leaves[buffer]]
         self._draw()
 
@@ -147,6 +151,7 @@ class PowerSGD:
         right = [torch.mm(matrix.t(), factor) for matrix, factor in zip(found, left, strict=True)]
         for matrix, p, q in zip(found, left, right, strict=True):
             torch.addmm(matrix, p, q.t(), alpha=-1, out=self._errors[matrix])
+            self._sent[matrix] = p, q.clone(), self._right[matrix].clone()
         if not found:
             return DONE
         yield self.comm.all_reduce(right, purpose=PURPOSE, async_op=True)
@@ -154,6 +159,13 @@ class PowerSGD:
             torch.mm(p, q.t(), out=matrix)
             self._right[matrix].copy_(q)
         return DONE
+
+    def take_back(self) -> None:
+        """See `Lossy.take_back`."""
+        for matrix, (p, q, before) in self._sent.items():
+            self._errors[matrix].addmm_(p, q.t())
+            self._right[matrix].copy_(before)
+        self._sent.clear()
 
     def forget(self) -> None:
         """See `Lossy.forget`. The last Q are no more finite than the gradients were: they are drawn anew."""
@@ -175,6 +187,7 @@ class TopK:
     def __init__(self, buffers: Sequence[FlatBuffer], comm: Comm, fraction: float) -> None:
         self.comm, self.fraction = comm, fraction
         self._errors = {buffer: torch.zeros_like(buffer.gradients) for buffer in buffers}
+        self._sent: dict[FlatBuffer, tuple[Tensor, Tensor]] = {}  # places and values
 
     def all_reduce(self, buffers: Sequence[FlatBuffer]) -> Messages:
         """See `Lossy.all_reduce`."""
@@ -195,8 +208,15 @@ class TopK:
         places = torch.topk(error.abs(), num_largest(buffer.layout, self.fraction), sorted=False).indices
         values = error[places]
         error[places] = 0.0
+        self._sent[buffer] = places, values
         whole = torch.int32 if gradients.dtype == torch.float32 else torch.int64
         return torch.cat([places.to(whole), values.view(whole)])
+
+    def take_back(self) -> None:
+        """See `Lossy.take_back`."""
+        for buffer, (places, values) in self._sent.items():
+            self._errors[buffer][places] = values
+        self._sent.clear()
 
     def forget(self) -> None:
         """See `Lossy.forget`."""
