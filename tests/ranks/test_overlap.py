@@ -24,6 +24,8 @@ LAYOUTS = [
     Layout(data=4, zero=1, zero_group=2, bucket_bytes=2**17),
     Layout(data=2, zero=1, reduce="powersgd", bucket_bytes=2**17),
     Layout(data=2, pipeline=2, zero=2),
+    # One block in a row, whose gradients are wanted again while a scale for their way is still agreed on.
+    Layout(data=2, pipeline=2, zero=2, reduce="fp16", stage_layers=(4, 0)),
     Layout(data=2, tensor=2, zero=3, reduce="bf16"),
 ]
 
