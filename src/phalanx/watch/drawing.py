@@ -24,11 +24,11 @@ COLOURS: dict[ActionKind, tuple[str, str]] = {
 }
 """By kind, the colour of even and of odd chunks."""
 
-ROW, GAP, LEFT = 22, 4, 96
+ROW, GAP, LEFT = 22, 4, 110
 """Pixels of the SVG: a row's height, the gap below it, the space for its name."""
 
-UNIT, WIDTH, NARROWEST = 22, 1100, 14
-"""Pixels of the shortest unit of work; of the longest drawing whose times are seconds; of an action with a number."""
+UNIT, WIDTH, DIGIT = 22, 1100, 7
+"""Pixels of the shortest unit of work; of the longest drawing whose times are seconds; of a digit of a number."""
 
 
 def colour(action: Action) -> str:
@@ -37,9 +37,11 @@ def colour(action: Action) -> str:
 
 
 def row_name(schedule: Schedule, coordinate: int) -> str:
-    """As "stage 2", or "stages 2, 6" where there are several."""
-    stages = schedule.stages[coordinate]
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    """As "stage 2", "stages 2, 6" where there are several, or "stages 2, 6 … 26" where there are many."""
+    first, *others = schedule.stages[coordinate]
+    if len(others) > 2:
+        return f"stages {first}, {others[0]} … {others[-1]}"
+    return f"stage{'s' if others else ''} {', '.join(map(str, (first, *others)))}"
 
 
 def facts(schedule: Schedule, walk: Walk) -> str:
@@ -129,10 +131,9 @@ def svg(schedule: Schedule, drawings: Sequence[Drawing]) -> str:
         parts.append(f'<text x="{LEFT}" y="{top + 15}" fill="gray">{escape(facts(schedule, drawings[0].walk))}</text>')
         top += 15
     parts += _svg_legend(schedule, top + 6)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + round(longest_s * scale) + GAP}" '
-        f'height="{top + ROW}" font-family="sans-serif" font-size="11">'
-    )
+    width, height = LEFT + round(longest_s * scale) + GAP, top + ROW
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, *parts, "</svg>", ""])
 
 
@@ -151,7 +152,8 @@ def _svg_row(schedule: Schedule, drawing: Drawing, coordinate: int, top: int, sc
         left, width = LEFT + start_s * scale, (end_s - start_s) * scale
         took = f", {format_seconds(end_s - start_s)}" if drawing.name else ""
         number = f'<text x="{left + width / 2:.1f}" y="{top + 15}" text-anchor="middle">{action.micro_batch}</text>'
+        fits = width >= DIGIT * len(str(action.micro_batch)) + DIGIT
         yield (
             f'<g><title>{action}{took}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" '
-            f'fill="{colour(action)}" stroke="white"/>{number if width >= NARROWEST else ""}</g>'
+            f'fill="{colour(action)}" stroke="white"/>{number if fits else ""}</g>'
         )

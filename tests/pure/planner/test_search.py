@@ -19,7 +19,6 @@ from phalanx.planner.engine import profiles
 from phalanx.planner.explain import explain
 from phalanx.planner.machinery import NEAR
 from phalanx.planner.messages import of_step
-from phalanx.planner.page import page
 from phalanx.planner.search import glance, predict, search
 from phalanx.planner.summary import as_json, summary
 from phalanx.spec.cluster import ClusterSpec
@@ -232,12 +231,6 @@ def test_formulas_come_out_at_what_stands_beside_them() -> None:
     moved = re.search(r"= 1 × \(8 - 1\) / 8 × ([\d.]+ .iB) / ([\d.]+) GB/s = ([\d.]+) us", text)
     assert moved, text
     assert 7 / 8 * parse_bytes(moved[1]) / (float(moved[2]) * 1e9) == pytest.approx(float(moved[3]) / 1e6, rel=0.01)
-
-
-def test_page_stands_alone() -> None:
-    text = page(search(LLAMA, JOB, SMALL, {"pipeline": 2}))
-    assert text.startswith("<!doctype html>") and text.count("<svg") >= 4
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_scan_and_front() -> None:
