@@ -19,9 +19,6 @@ Each name is loaded when it is first asked for, so that importing the package co
 own module" load torch. Type checkers read them in __init__.pyi.
 """
 
-from importlib import import_module
-from typing import Any
-
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -54,7 +51,9 @@ _HOMES = {
 __all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names)])
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module  # here, so that the command has as little as can be to load before it begins
+
     if name == "nn":
         return import_module("phalanx.nn")
     for home, names in _HOMES.items():

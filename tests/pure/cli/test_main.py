@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_plan
 
+from phalanx.__main__ import main as command
 from phalanx.cli.commands import COMMANDS
 from phalanx.cli.main import main, parser_of
 from phalanx.data.tokens import TokenWriter
@@ -301,3 +302,25 @@ def test_what_the_terminal_cannot_show_is_written_in_escapes():
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=ascii_only)
     assert b"usage: phalanx COMMAND \\u2026" in result.stdout
+
+
+class _Interrupting:
+    """Ctrl-C while a module is looked for."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "phalanx.cli.main":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_the_command_is_still_loading_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delitem(sys.modules, "phalanx.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [_Interrupting(), *sys.meta_path])
+    assert command() == 130
+    assert capsys.readouterr().err == "phalanx: interrupted\n"
+
+
+def test_what_is_installed_runs_the_command_that_is_ready_for_ctrl_c():
+    scripts = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'phalanx = "{command.__module__}:{command.__name__}"' in scripts
