@@ -18,7 +18,7 @@ from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.shards import Parameter, Rectangle, rank_buffers
 from phalanx.spec.job import OptimizerSpec
 from phalanx.trainer import dropout, kernels
-from phalanx.trainer.flat import FlatBuffer, Weight
+from phalanx.trainer.flat import FlatBuffer, Weight, add_product, postponing
 from phalanx.trainer.initial import draw, fill
 from phalanx.trainer.optim import clip_coefficient, learning_rate, squared
 from phalanx.trainer.process import keep_freed_memory
@@ -95,6 +95,18 @@ def weight(*shape: int) -> Weight:
 
 def plain(value: torch.Tensor) -> torch.Tensor:
     return value.clone().requires_grad_()
+
+
+def test_products_are_postponed_until_an_error_too() -> None:
+    flat = FlatBuffer(rank_buffers(tiny_model(), Layout(), Coord(), 32)[1], torch.float64, CPU)
+    flat.allocate_gradients()
+    leaf, rows = flat.weights["out"], torch.ones(2, 64, dtype=torch.float64)
+    with pytest.raises(ZeroDivisionError), postponing([flat]) as products:
+        add_product(leaf, rows, rows)
+        assert len(products) == 1 and not leaf.grad.any()
+        raise ZeroDivisionError
+    add_product(leaf, rows, rows)
+    assert len(products) == 1 and (leaf.grad == 2.0).all()
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "swiglu", "heads", "positions"])

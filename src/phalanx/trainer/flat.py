@@ -47,9 +47,11 @@ def postponing(buffers: Sequence[FlatBuffer]) -> Iterator[Products]:
     products: Products = []
     for buffer in buffers:
         buffer.postponed.products = products
-    yield products
-    for buffer in buffers:
-        buffer.postponed.products = None
+    try:
+        yield products
+    finally:  # no error leaves buffers behind whose gradients are never computed
+        for buffer in buffers:
+            buffer.postponed.products = None
 
 
 class FlatBuffer:
