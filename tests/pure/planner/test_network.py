@@ -27,6 +27,8 @@ def test_strides_decide_the_link(size: int, stride: int, per_node: int, nodes: i
 def test_the_tensor_axis_stays_inside_a_node() -> None:
     places = network.placements(CLUSTER, Layout(tensor=8, data=2, pipeline=2))
     assert [int(places[axis].nodes) for axis in ("tensor", "data", "pipeline")] == [1, 2, 2]
+    wide = network.placements(CLUSTER, Layout(tensor=4, data=4, zero=1))["shards"]  # two of them in a node of eight
+    assert (int(wide.per_node), int(wide.nodes)) == (2, 2)
 
 
 def test_a_group_of_one_costs_nothing() -> None:

@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 from planner_cases import CLUSTER, DEVICE, JOB, LLAMA
 
+from phalanx.plan import operations
+from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Layout
 from phalanx.plan.operations import Operation
 from phalanx.plan.plan import Prediction
-from phalanx.planner import compute
+from phalanx.planner import compute, network
+from phalanx.planner.candidates import of
+from phalanx.planner.costs import costs
 from phalanx.planner.engine import engine
 from phalanx.planner.search import predict
 from phalanx.spec.cluster import ClusterSpec
@@ -48,6 +52,44 @@ def test_chunks_hide_what_a_layer_sends_up_to_what_the_machine_pays_for_it(cut: 
     assert waiting[0] > waiting[1] > waiting[2]
     blocked = predicted(tensor=4, data=2, micro_batch=24, sequence_parallel=cut, overlap=False).step_s_by_kind["tensor"]
     assert blocked > waiting[0] and waiting[2] >= compute.OVERLAP_TAX * blocked
+
+
+FREE = replace(GPUS.intra_node, latency_s=0.0)
+
+
+@pytest.mark.parametrize("rate", [1e10, 1e12], ids=["slow", "fast"])
+def test_of_chunks_and_products_one_is_alone_and_the_longer_rules(rate: float) -> None:
+    """Of four chunks, a quarter of the shorter is beside nothing; below what messages cost kernels nothing goes."""
+    cluster, job = replace(GPUS, intra_node=replace(FREE, bytes_per_s=rate)), replace(JOB, seq_len=512)
+    layout = Layout(tensor=4, data=2, micro_batch=24, tensor_overlap_chunks=4)
+    found = costs(WIDE, job, cluster, engine(), of([layout])).layer_forward
+    place = network.placement(cluster, 4, 1)
+    message = float(network.collective_s(cluster, "all_reduce", 24 * 512 * 1024 * 2, place))
+    block = operations.layer(WIDE, cut_of(WIDE, 512, layout, 2), engine().kernels)
+    waiting = 0.0
+    for name in ("out", "down"):
+        product = float(compute.total_s([work for work in block.forward if work.name == name], TILED, "bf16", engine()))
+        both = max(message, product) + min(message, product) / 4
+        waiting += max(compute.OVERLAP_TAX * message, both - product)
+    assert float(np.ravel(found.tensor_s)[0]) == pytest.approx(waiting)
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e12], ids=["slow", "fast"])
+def test_inputs_gathered_again_travel_beside_the_input_gradients(rate: float) -> None:
+    cluster, job = replace(GPUS, intra_node=replace(FREE, bytes_per_s=rate)), replace(JOB, seq_len=512)
+    layout = Layout(tensor=4, data=2, micro_batch=2, sequence_parallel=True)
+    waits = []
+    for keep in (0.0, 1.0):
+        kernels = replace(engine().kernels, keep_gathered=keep)
+        found = costs(WIDE, job, cluster, replace(engine(), kernels=kernels), of([layout])).layer_backward
+        waits.append(float(np.ravel(found.tensor_s)[0]))
+    place = network.placement(cluster, 4, 1)
+    message = float(network.collective_s(cluster, "all_gather", 2 * 512 * 1024 * 2, place))
+    block = operations.layer(WIDE, cut_of(WIDE, 512, layout, 2), engine().kernels)
+    beside = {work.name: float(compute.total_s([work], TILED, "bf16", engine())) for work in block.input_gradient}
+    products = [beside[f"{name} input gradient"] for name in ("qkv", "up")]
+    again = sum(max(compute.OVERLAP_TAX * message, message - product) for product in products)
+    assert waits[0] - waits[1] == pytest.approx(again)
 
 
 def test_chunks_of_small_messages_cost_their_latency() -> None:

@@ -281,6 +281,15 @@ def test_weight_gradients_that_are_put_off_are_not_counted_twice() -> None:
     assert timeline.replay_s("zb-h1", times, 0, 1, 1, 3) == pytest.approx(9.0)
 
 
+def test_the_bound_counts_round_trips_with_their_transfers() -> None:
+    """The first of four ranks holds four micro-batches: of five, two trips of four stages of 3 s and six transfers."""
+    ones = np.ones((1, 4))
+    times = timeline.StageTimes(forward_s=ones, backward_s=2 * ones, weight_s=ones, transfer_s=np.array([0.5]))
+    least = timeline.bound("1f1b", times, timeline.stage_places("1f1b", 4, 1), np.array([5]))[0]
+    assert least == pytest.approx(2 * (12 + 6 * 0.5))
+    assert timeline.replay_s("1f1b", times, 0, 4, 1, 5) == pytest.approx(least)
+
+
 def test_parameters_are_gathered_before_each_pass_and_gradients_scattered_behind() -> None:
     """ZeRO 3, on a processor that hides nothing: seven layers' elements in bf16, their gradients in fp32."""
     plain, third = (group(data=8, zero=zero) for zero in (0, 3))
