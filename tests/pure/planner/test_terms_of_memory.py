@@ -12,7 +12,8 @@ from planner_cases import CLUSTER, GPT, JOB, LLAMA
 from phalanx.plan import operations
 from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Layout
-from phalanx.plan.operations import Block
+from phalanx.plan.operations import Block, Kernels
+from phalanx.planner import memory
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import Engine, States
 from phalanx.planner.estimate import Footprint, footprints
@@ -73,12 +74,60 @@ def test_an_error_stands_beside_each_gradient(reduce: str, times: int) -> None:
 
 
 def test_gradients_that_are_added_at_once_need_what_activations_and_logits_leave() -> None:
-    passing = replace(BARE, states={"bf16": States(parameter=2, gradient=4, optimizer=12, transient=2)})
+    """Backward ends with the gradients of a chunk; its activations and logits are gone by then."""
+    many = 1000
+    passing = replace(BARE, states={"bf16": States(parameter=2, gradient=4, optimizer=12, transient=many)})
     first, last = footprint(pipeline=2).held.elements[0]
-    logits = 192 * 1008 * 8 + 2 * BOUNDARY
-    assert 2 * last < logits
-    more = 2 * first - 4 * BOUNDARY  # under full recompute four layers keep their inputs
-    assert kind("gradients", passing, pipeline=2, recompute="full") == [4 * first + more, 4 * last]
+    kept, logits = layer().kept_bytes, 192 * 1008 * 8 + 2 * BOUNDARY
+    assert many * last > 3 * kept + logits
+    expected = [4 * first + many * first - 4 * kept, 4 * last + many * last - 3 * kept - logits]
+    assert kind("gradients", passing, pipeline=2) == expected
+    few = replace(BARE, states={"bf16": States(parameter=2, gradient=4, optimizer=12, transient=2)})
+    assert 2 * first < 4 * kept
+    assert kind("gradients", few, pipeline=2) == [4 * first, 4 * last]
+
+
+def test_gradients_that_pass_are_those_of_one_chunk() -> None:
+    passing = replace(BARE, states={"bf16": States(parameter=2, gradient=4, optimizer=12, transient=1000)})
+    chunks: dict[str, Any] = {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b"}
+    first = footprint(**chunks).held.elements[0, 0]
+    assert kind("gradients", passing, **chunks)[0] == 4 * first + 500 * first - 2 * layer().kept_bytes
+
+
+def test_buckets_beside_gradients_are_those_of_plain_data_parallelism() -> None:
+    bucketed = replace(BARE, states={"bf16": States(parameter=2, gradient=4, optimizer=12, bucket=2)})
+    (held,) = footprint(data=2).held.elements[0]
+    assert kind("buffers", bucketed, data=2) == [2 * BUCKET + 2 * held]
+    assert kind("buffers", bucketed, data=2, zero=1) == [2 * BUCKET]
+    assert kind("buffers", bucketed) == [0.0]
+
+
+def test_parameters_that_are_gathered_at_once_are_there_twice() -> None:
+    gathers = replace(BARE, whole_gather=True)
+    (held,) = footprint(data=2, zero=1).held.elements[0]
+    assert kind("gathered", gathers, data=2, zero=1) == kind("gathered", gathers, data=2, zero=2) == [2 * held]
+    assert kind("gathered", gathers, data=2) == kind("gathered", gathers, zero=1) == [0.0]
+    assert kind("gathered", gathers, data=2, zero=3) == kind("gathered", data=2, zero=3)
+
+
+def test_activations_of_the_whole_sequence_wait_for_their_collectives() -> None:
+    """Two buffers that stay and five that wait, each as wide as hidden, where the tensor axis cuts the sequence."""
+    ahead = replace(BARE, whole_buffers=2, run_ahead=5.0)
+    assert kind("buffers", ahead, tensor=2, sequence_parallel=True) == [7 * BOUNDARY]
+    assert kind("buffers", ahead, tensor=2) == kind("buffers", ahead) == [0.0]
+
+
+def test_what_unfused_code_keeps_besides() -> None:
+    """A copy of keys and values where queries are a view of one tensor with them, and a gated activation's output."""
+    own = replace(LLAMA, num_kv_heads=LLAMA.num_heads)
+    cut = cut_of(own, JOB.seq_len, Layout(micro_batch=MICRO_BATCH), 2)
+    for model, viewed in ((own, 2 * own.kv_rows), (LLAMA, 0)):
+        sizes = replace(cut, kv_heads=model.num_kv_heads)
+        plain, unfused = (
+            operations.layer(model, sizes, kernels).kept_bytes
+            for kernels in (Kernels(), Kernels(whole_qkv=True, activation_output=True))
+        )
+        assert unfused - plain == 192 * (viewed + model.ffn) * 2
 
 
 def test_what_is_kept_is_that_of_the_fullest_chunk_for_each_micro_batch_in_flight() -> None:
@@ -123,3 +172,13 @@ def test_the_head_is_on_the_last_rank_and_a_tied_embedding_on_both() -> None:
     more = footprint(pipeline=2, stage_layers=(0, 7)).held.elements[0]
     assert layers[1] == more[0] + 96  # the head has its norm
     assert layers[0] + layers[1] == more.sum()
+
+
+@pytest.mark.parametrize(("zero", "shards"), [(0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
+def test_the_least_is_model_states_alone(zero: int, shards: tuple[int, int, int]) -> None:
+    """Of the mean rank of two: bytes of parameters, gradients and optimizer, each over as many ranks as ZeRO cuts."""
+    layout = Layout(pipeline=2, data=8, zero=zero)
+    total = footprint(pipeline=2, data=8, zero=zero).held.elements[0].sum()
+    states = sum(size / cut for size, cut in zip((2, 4, 12), shards, strict=True))
+    loose = replace(BARE, context_bytes=7)
+    assert memory.least(LLAMA, loose, "bf16", of([layout]))[0] == pytest.approx(states * total / 2 + 7)
