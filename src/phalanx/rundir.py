@@ -202,11 +202,19 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.]+", "-", name).strip(".-") or "run"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all to whoever reads it meanwhile."""
+def write_whole(path: Path, text: str, *, synced: bool = False) -> None:
+    """Write a file that appears whole or not at all to whoever reads it meanwhile; `synced`, once it is on the disk.
+    Raises OSError, and then leaves nothing."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _name(rank: int) -> str:

@@ -91,6 +91,11 @@ def test_lock_lives_as_long_as_any_heir(tmp_path: Path):
 
 
 def test_write_whole_replaces_and_leaves_nothing_beside(tmp_path: Path):
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    with pytest.raises(OSError, match="x"):
+        write_whole(tmp_path / "x", "one")
+    (tmp_path / "x" / "y").rmdir()
+    (tmp_path / "x").rmdir()
     write_whole(tmp_path / "x", "one")
     write_whole(tmp_path / "x", "two")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["two"]

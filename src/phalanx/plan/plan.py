@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,12 @@ from phalanx.errors import SpecError
 from phalanx.plan.comm import Group
 from phalanx.plan.groups import groups
 from phalanx.plan.layout import Layout
+from phalanx.rundir import write_whole
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.document import Document, Place, read_text
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.schema import Checker, shown
+from phalanx.spec.schema import checked, shown
 
 FORMAT_VERSION = 1
 
@@ -35,7 +35,7 @@ class Agreeing(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the planner believes: bytes by kind for each pipeline stage, seconds of a step by kind, and the assumptions
-    made. Held against reality by `watch.compare`."""
+    made."""
 
     memory_bytes: tuple[Mapping[str, int], ...]
     step_s: float
@@ -96,15 +96,7 @@ _Plan = TypeVar("_Plan")
 def write(plan: Any, path: Path) -> None:
     """Write a plan of either kind; see `Plan.write`."""
     text = json.dumps({"format_version": FORMAT_VERSION, **plain(plan)}, indent=2, allow_nan=False)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, text + "\n", synced=True)
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -126,11 +118,8 @@ def read_table(path: Path) -> dict[str, Any]:
 
 def built(kind: type[_Plan], table: dict[str, Any], path: Path) -> _Plan:
     """A plan of this kind from what `read_table` read. Raises SpecError for keys that are missing, unknown or wrong."""
-    check = Checker(Document(table=table, places={(): Place(text=str(path), folder=path.parent)}))
-    plan = check.build(kind, table, ())
-    check.finish()
-    assert plan is not None
-    return plan
+    document = Document(table=table, places={(): Place(text=str(path), folder=path.parent)})
+    return checked(document, lambda check, table, key: check.build(kind, table, key))
 
 
 def digest(agreed: Mapping[str, Any]) -> str:

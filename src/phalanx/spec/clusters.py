@@ -17,7 +17,7 @@ from typing import Any
 from phalanx.errors import SpecError
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.document import Document, Key, Place, parse, read
-from phalanx.spec.schema import Checker, suggest
+from phalanx.spec.schema import Checker, checked, suggest
 from phalanx.units import parse_flops_per_s
 
 LOCAL = "local"
@@ -50,11 +50,7 @@ def named(name: str, *, num_nodes: int = 1) -> ClusterSpec:
     if name not in names():
         raise SpecError(f'unknown cluster "{name}"', instead=suggest(name, names()))
     place = Place(text=f"clusters.toml: {name}", folder=Path())
-    check = Checker(Document(table={**table(name), "num_nodes": num_nodes}, places={(): place}))
-    cluster = build(check, check.document.table, ())
-    check.finish()
-    assert cluster is not None
-    return cluster
+    return checked(Document(table={**table(name), "num_nodes": num_nodes}, places={(): place}), build)
 
 
 def table(name: str, num_devices: int | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from phalanx.errors import SpecError
 from phalanx.spec import hf
 from phalanx.spec.document import Document, Key, Place, parse
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.schema import Checker, suggest
+from phalanx.spec.schema import Checker, checked, suggest
 
 Style = Literal["llama", "gpt2"]
 
@@ -40,8 +40,7 @@ SIZES = ("num_layers", "hidden", "num_heads", "vocab")
 
 @functools.cache
 def _named() -> dict[str, dict[str, Any]]:
-    text = (resources.files("phalanx.spec") / "models.toml").read_text(encoding="utf-8")
-    return parse(text)
+    return parse((resources.files("phalanx.spec") / "models.toml").read_text(encoding="utf-8"))
 
 
 def names() -> tuple[str, ...]:
@@ -54,11 +53,7 @@ def named(name: str) -> ModelSpec:
     if name not in _named():
         raise SpecError(f'unknown model "{name}"', instead=suggest(name, names()))
     place = Place(text=f"models.toml: {name}", folder=Path())
-    check = Checker(Document(table=table(name), places={(): place}))
-    model = build(check, check.document.table, ())
-    check.finish()
-    assert model is not None
-    return model
+    return checked(Document(table=table(name), places={(): place}), build)
 
 
 def table(name: str) -> dict[str, Any]:
@@ -94,12 +89,7 @@ def with_base(run: Document) -> Document:
 
 def from_config(path: Path) -> ModelSpec:
     """The model that a Hugging Face config.json (or its folder) describes. Raises SpecError as `hf.document` does."""
-    document = hf.document(path)
-    check = Checker(document)
-    model = build(check, document.table, ())
-    check.finish()
-    assert model is not None
-    return model
+    return checked(hf.document(path), build)
 
 
 def build(check: Checker, table: Mapping[str, Any], key: Key, seq_len: int | None = None) -> ModelSpec | None:

@@ -242,6 +242,15 @@ class Checker:
         return self.problem(key, f"{'.'.join(key)} = {shown(raw)}: expected {describe(hint, unit)}", instead)
 
 
+def checked(document: Document, build: Callable[[Checker, dict[str, Any], Key], T | None]) -> T:
+    """What `build` makes of the table of `document`. Raises SpecError with all that is wrong with it."""
+    check = Checker(document)
+    made = build(check, document.table, ())
+    check.finish()
+    assert made is not None
+    return made
+
+
 def _by_line(problem: Problem) -> tuple[str, int]:
     file, _, line = problem.where.rpartition(":")
     return (file, int(line)) if line.isdigit() else (problem.where, 0)

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import SpecError
-from phalanx.plan import plan as plan_module
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import FORMAT_VERSION, Plan, Prediction
 from phalanx.spec import clusters, models
@@ -123,7 +122,7 @@ class TestWriting:
         def fail(_descriptor: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(plan_module.os, "fsync", fail)
+        monkeypatch.setattr("os.fsync", fail)
         with pytest.raises(OSError, match="No space left"):
             example(layout=Layout()).write(path)
         assert path.read_bytes() == before
