@@ -114,6 +114,11 @@ class _Held:
         ]
 
 
+def relative_error(ours: float, alone: float) -> float:
+    """How far `ours` is from what one process has."""
+    return abs(ours - alone) / (abs(alone) or 1.0)
+
+
 def place(layout: Layout, rank: int) -> str:
     """A rank and its coordinates."""
     return f"rank {rank} ({layout.coord(rank)})"
@@ -137,7 +142,7 @@ def _norm(held: _Held) -> Finding:
     """The gradient norm against the gradients themselves, each element once: sharp whatever the compute precision."""
     gradients = held.whole("gradients").values()
     own = math.sqrt(sum(float(np.linalg.norm(values.astype(np.float64))) ** 2 for values in gradients))
-    errors = [abs(record.steps[0].gradient_norm - own) / (own or 1.0) for record in held.ranks]
+    errors = [relative_error(record.steps[0].gradient_norm, own) for record in held.ranks]
     tolerance = 100 * max(float(np.finfo(values.dtype).eps) for values in gradients)
     return _farthest(held.layout, "gradient norm", "of the gathered gradients", errors, tolerance)
 
@@ -185,11 +190,11 @@ def _step(
     compared += [] if number else [("gradient_norm", allowed.total)]
     for key, tolerance in compared:
         wanted = getattr(expected, key)
-        errors = [abs(getattr(fact, key) - wanted) / (abs(wanted) or 1.0) for fact in facts]
+        errors = [relative_error(getattr(fact, key), wanted) for fact in facts]
         yield _farthest(layout, key.replace("_", " "), name, errors, tolerance)
     for key in ("loss", "gradient_norm", "learning_rate", "clip_coefficient"):
         values = [getattr(fact, key) for fact in facts]
-        errors = [abs(value - values[0]) / abs(values[0]) if values[0] else abs(value) for value in values]
+        errors = [relative_error(value, values[0]) for value in values]
         yield _farthest(layout, "same on all ranks", f"{key.replace('_', ' ')} of {name}", errors, 0.0)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
-from phalanx.studies.compare import TOLERANCES
+from phalanx.studies.compare import TOLERANCES, relative_error
 from phalanx.studies.runs import run
 from phalanx.watch import metrics
 from phalanx.watch.metrics import StepRecord
@@ -37,7 +37,7 @@ class Demonstration:
         allowed = TOLERANCES[self.plan.job.precision]
         pairs = zip(self.records, self.alone, strict=False)
         return [
-            (abs(here.loss - there.loss) / there.loss, allowed.later if number else allowed.total)
+            (relative_error(here.loss, there.loss), allowed.later if number else allowed.total)
             for number, (here, there) in enumerate(pairs)
         ]
 

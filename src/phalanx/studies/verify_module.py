@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import CheckFailed
 from phalanx.plan.module import ModulePlan
-from phalanx.studies.compare import TOLERANCES, Finding, gradient_finding
+from phalanx.studies.compare import TOLERANCES, Finding, gradient_finding, relative_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def verify_module(make: Callable[[], Any], loss: Any, batch: Any, plan: ModulePl
         Finding(
             check=check,
             name="step 1",
-            error=abs(ours - alone) / (abs(alone) or 1.0),
+            error=relative_error(ours, alone),
             tolerance=allowed.total,
             where=everywhere,
         )
