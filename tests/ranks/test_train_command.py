@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,23 @@ def test_started_here_and_by_torchrun_alike():
         assert "step " in Path(folder, "logs/rank-00000.log").read_text()
 
 
+@contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs; it is killed if it still does in the end."""
+    with subprocess.Popen([*command, *FOREVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+TRAIN = ("phalanx", "train", "run.toml", "--run-dir", "run")
+
+
+def trains() -> bool:
+    return Path("run/metrics.jsonl").exists() and len(losses("run")) > 2
+
+
 def until(condition: Callable[[], object], limit_s: float = 80.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -92,19 +110,11 @@ def children(pid: int) -> list[int]:
 
 
 def test_rank_that_is_killed_in_a_step_is_named():
-    with subprocess.Popen(
-        ["phalanx", "train", "run.toml", "--run-dir", "run", *FOREVER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            until(lambda: Path("run/metrics.jsonl").exists() and len(losses("run")) > 2)
-            (agent,) = children(process.pid)
-            os.kill(children(agent)[1], signal.SIGKILL)
-            _, report = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    with started(*TRAIN) as process:
+        until(trains)
+        (agent,) = children(process.pid)
+        os.kill(children(agent)[1], signal.SIGKILL)
+        _, report = process.communicate(timeout=60)
     assert process.returncode == 3
     assert "rank 1 (pipeline 0 data 0 tensor 1) on " in report
     assert "killed by signal 9" in report
@@ -113,16 +123,9 @@ def test_rank_that_is_killed_in_a_step_is_named():
 
 
 def test_torchrun_that_is_killed_takes_its_ranks_along():
-    with subprocess.Popen(
-        ["torchrun", "--nproc-per-node=2", "--no-python", "phalanx", "train", "run.toml", "--run-dir=run", *FOREVER],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        try:
-            until(lambda: Path("run/metrics.jsonl").exists() and len(losses("run")) > 2)
-            ranks = children(process.pid)
-        finally:
-            process.kill()
+    with started("torchrun", "--nproc-per-node=2", "--no-python", *TRAIN) as process:
+        until(trains)
+        ranks = children(process.pid)
     assert len(ranks) == 2
     until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10.0)
 
@@ -132,15 +135,10 @@ def is_agent(pid: int) -> bool:
 
 
 def test_who_stops_a_run_before_its_first_step_hears_that_nothing_is_saved():
-    with subprocess.Popen(
-        ["phalanx", "train", "run.toml", "--run-dir", "run", *FOREVER], stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            until(lambda: any(is_agent(child) for child in children(process.pid)))  # which is loading torch now
-            process.send_signal(signal.SIGTERM)
-            _, report = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    with started(*TRAIN) as process:
+        until(lambda: any(is_agent(child) for child in children(process.pid)))  # which is loading torch now
+        process.send_signal(signal.SIGTERM)
+        _, report = process.communicate(timeout=60)
     assert process.returncode == 143
     assert report.endswith("phalanx: ended by SIGTERM; nothing is saved yet in run\n")
 
@@ -148,19 +146,11 @@ def test_who_stops_a_run_before_its_first_step_hears_that_nothing_is_saved():
 @pytest.mark.parametrize(("number", "to_a_rank", "code"), [("SIGTERM", False, 143), ("SIGUSR1", True, 75)])
 def test_asked_to_stop_a_run_saves_and_goes_on_later(number: str, to_a_rank: bool, code: int):
     """Whoever gets the signal, all ranks stop after the same step, and the next start does what was left to do."""
-    with subprocess.Popen(
-        ["phalanx", "train", "run.toml", "--run-dir", "run", *FOREVER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            until(lambda: Path("run/metrics.jsonl").exists() and len(losses("run")) > 2)
-            (agent,) = children(process.pid)
-            os.kill(children(agent)[1] if to_a_rank else process.pid, signal.Signals[number])
-            output, report = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    with started(*TRAIN) as process:
+        until(trains)
+        (agent,) = children(process.pid)
+        os.kill(children(agent)[1] if to_a_rank else process.pid, signal.Signals[number])
+        output, report = process.communicate(timeout=60)
     assert process.returncode == code, report
     assert "with everything saved; the same command with --run-dir run goes on" in output
     assert to_a_rank or report.endswith("phalanx: ended by SIGTERM\n")
@@ -176,7 +166,7 @@ from pathlib import Path
 from phalanx.errors import Stopped
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
-from phalanx.trainer.__main__ import work
+from phalanx.trainer.worker import work
 
 def stop(plan, run_dir):
     raise Stopped("enough")

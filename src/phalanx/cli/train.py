@@ -86,7 +86,7 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
             plan.write(run_dir.plan)
             _announce(plan, run_dir)
         run_dir.create()
-        from phalanx.trainer.__main__ import work
+        from phalanx.trainer.worker import work
 
         explain = functools.partial(fold.report, plan.layout, run_dir, launched.rank)
         return work(plan, run_dir, launched.rank, explain=explain)

@@ -17,7 +17,7 @@ from phalanx.launch.port import listen
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 
-WORKER = "phalanx.trainer.__main__:train"
+WORKER = "phalanx.trainer.loop:train"
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals to the process that starts ranks, which passes them on."""

@@ -1,6 +1,5 @@
-"""The worker: one rank reads its plan and trains. `trainer.agent` calls `train` in each rank that it starts; under
-torchrun or srun each process calls `work`: from `phalanx train` or, given a plan, by `python -m phalanx.trainer`.
-"""
+"""The worker: one rank of a run whose processes torchrun or srun started; `trainer.agent` looks after those that it
+starts itself."""
 
 from __future__ import annotations
 
@@ -8,11 +7,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks of a node share its cores; read when torch is loaded
 
-import argparse
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import NoReturn
 
 from phalanx.errors import Stopped
@@ -21,8 +18,6 @@ from phalanx.rundir import RunDir
 from phalanx.trainer import process
 from phalanx.trainer.loop import train
 from phalanx.watch.events import copy_ring, in_words, read_ring, remove_dead_rings, ring_path
-
-__all__ = ["train", "work"]
 
 
 def work(
@@ -64,18 +59,3 @@ def _keep_ring(run_dir: RunDir, rank: int) -> None:
         copy_ring(ring, run_dir.ring(rank))
         sys.stderr.write(f"{in_words(read_ring(ring))}\n")
         ring.unlink()
-
-
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one rank; its number comes from torchrun or srun."""
-    parser = argparse.ArgumentParser(prog="python -m phalanx.trainer", description=__doc__)
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("run_dir", type=Path)
-    given = parser.parse_args(arguments)
-    run_dir = RunDir(given.run_dir)
-    run_dir.create()
-    work(Plan.read(given.plan), run_dir, int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
-
-
-if __name__ == "__main__":
-    main()
