@@ -138,7 +138,7 @@ def _tokenize(
     began = time.monotonic()
     if todo:
         tokenize(todo, recipe, folder, num_workers, _teller(num_bytes, console, progress))
-    bytes_per_s = num_bytes / (time.monotonic() - began)
+    bytes_per_s = num_bytes / (time.monotonic() - began) if todo else 0.0
     return [found for part in work if (found := read_counts(folder, part))], bytes_per_s
 
 
@@ -187,11 +187,12 @@ def _report(
     one_each = wanted.num_files == len(wanted.wish.inputs)
     what = names_of(wanted) if one_each else f"{files_of(wanted)} of {names_of(wanted)}"
     num_empty = sum(each.num_empty for each in counts)
+    speed = f", {bytes_per_s / 1e6:.1f} MB/s" if bytes_per_s else ""  # all parts may have been there
     say(
         console,
         f"data: {what}, {wanted.num_bytes / 1e6:,.2f} MB →"
         f" {num_documents:,} documents, {num_tokens:,} tokens in {folder}"
-        f" ({wanted.num_bytes / num_tokens:.2f} bytes of input per token, {bytes_per_s / 1e6:.1f} MB/s)",
+        f" ({wanted.num_bytes / num_tokens:.2f} bytes of input per token{speed})",
     )
     say(console, f"data: each document ends with {end}, id {tokenizer.get_vocab()[end]:,}")
     if num_empty:

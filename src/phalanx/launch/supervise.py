@@ -160,7 +160,7 @@ def _failure(layout: Layout, run_dir: RunDir, ending: Ending) -> RankFailure | N
 
 def _shortened(text: str) -> str:
     """One line of it; the rest stands in the log."""
-    line = text.splitlines()[0]
+    line = text.partition("\n")[0]
     return line if len(line) <= _LINE_CHARACTERS else f"{line[:_LINE_CHARACTERS]}…"
 
 

@@ -37,7 +37,8 @@ def load_entry(name: str) -> Entry:
 
 
 def run(entry: Entry, plan: Plan, run_dir: RunDir, rank: int) -> Outcome:
-    """Call the entry, whatever it raises, and leave its outcome in the run folder."""
+    """Call the entry, whatever it raises, and leave its outcome in the run folder, or on standard error where nothing
+    can be written there."""
     try:
         entry(plan, run_dir)
     except BaseException as error:  # noqa: BLE001 (kept for the report, whatever it is)
@@ -46,7 +47,11 @@ def run(entry: Entry, plan: Plan, run_dir: RunDir, rank: int) -> Outcome:
         outcome = Outcome.now(rank, None)
     sys.stdout.flush()
     sys.stderr.flush()
-    outcome.write(run_dir.outcome(rank))
+    try:
+        outcome.write(run_dir.outcome(rank))
+    except OSError as error:
+        said = outcome.error.traceback if outcome.error else ""
+        sys.stderr.write(f"{said}rank {rank} cannot say in the run folder how it ended: {error}\n")
     return outcome
 
 

@@ -133,7 +133,7 @@ def read(path: Path) -> list[StepRecord]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         records = [StepRecord.of_json(line) for line in lines]
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"cannot read metrics: {error}", where=str(path)) from error
     return [record for _, record in sorted({record.step: record for record in records}.items())]
 
