@@ -137,6 +137,35 @@ def step_in(world: World, module: nn.Module, plan: ModulePlan, **options: Any) -
     return Step(world, plan, prepared(world, module, plan, **options), **{"run_dir": None, **kept})
 
 
+def first_step(
+    world: World, plan: ModulePlan, make: Any, batch: Any, loss: Any, options: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a global batch."""
+    step = step_in(world, make(), plan, **options)
+    return step.forward_backward(step.share(batch), loss), gradients_of(step)
+
+
+def trained_alone(
+    make: Any, num_steps: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], dict[str, Tensor], nn.Module]:
+    """With torch alone, each batch in one forward: losses, the gradients of the first step, and the module."""
+    module = make().to(dtype)
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    losses, gradients = [], {}
+    for number in range(num_steps):
+        optimizer.zero_grad()
+        inputs, labels = images(number)
+        loss = cross_entropy(module(inputs.to(dtype)), (inputs, labels))
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        optimizer.step()
+    return losses, gradients, module
+
+
 def on_ranks(layout: Layout, function: Any, *args: Any, **options: Any) -> list[Any]:
     """`function(world, *args)` on each rank of `layout`."""
     return run_worlds(layout, function, *args, **{"model": tiny_model(), **options})

@@ -15,6 +15,7 @@ from own_modules import (
     WIDTH,
     cross_entropy,
     decoder,
+    first_step,
     gradients_of,
     images,
     load_kernels_without_data,
@@ -22,6 +23,7 @@ from own_modules import (
     on_ranks,
     relative,
     step_in,
+    trained_alone,
 )
 from tiny import tiny_model
 from torch import Tensor, nn
@@ -53,19 +55,7 @@ def train(
 
 
 def alone(make: Any) -> tuple[list[float], dict[str, Tensor], float]:
-    module = make()
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    losses, gradients = [], {}
-    for number in range(2):
-        optimizer.zero_grad()
-        loss = cross_entropy(module(images(number)[0]), images(number))
-        loss.backward()
-        losses.append(loss.item())
-        gradients = gradients or {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-        optimizer.step()
+    losses, gradients, module = trained_alone(make, 2)
     module.eval()
     return losses, gradients, cross_entropy(module(images(5)[0]), images(5)).item()
 
@@ -125,17 +115,13 @@ def frozen_start() -> nn.Module:
     return module
 
 
-def frozen_losses(world: World, plan: ModulePlan) -> tuple[float, dict[str, Tensor]]:
-    step = step_in(world, frozen_start(), plan, blocks=BLOCKS)
-    return step.forward_backward(step.share(images()), cross_entropy), gradients_of(step)
-
-
 def test_a_stage_may_have_nothing_to_train() -> None:
     layout = Layout(pipeline=2, micro_batch=2)
     module = frozen_start()
     loss = cross_entropy(module(images()[0]), images())
     loss.backward()
-    found, gradients = on_ranks(layout, frozen_losses, module_plan(layout))[0]
+    batch, options = images(), {"blocks": BLOCKS}
+    found, gradients = on_ranks(layout, first_step, module_plan(layout), frozen_start, batch, cross_entropy, options)[0]
     assert found == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in module.named_parameters():
         assert (name in gradients) == parameter.requires_grad

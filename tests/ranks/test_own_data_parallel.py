@@ -15,6 +15,7 @@ from own_modules import (
     relative,
     small,
     step_in,
+    trained_alone,
 )
 from torch import Tensor
 
@@ -44,26 +45,6 @@ def _spoil(module: torch.nn.Module) -> None:
         parameter.data.fill_(3.0)
 
 
-def alone(dtype: torch.dtype = torch.float32) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """The same with torch alone, in one forward of the whole batch."""
-    module = small().to(dtype)
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    losses, gradients = [], {}
-    for number in range(3):
-        inputs, labels = images(number)
-        loss = cross_entropy(module(inputs.to(dtype)), (inputs, labels))
-        loss.backward()
-        losses.append(loss.item())
-        if not number:
-            gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, module.state_dict()
-
-
 LAYOUTS = {
     "one process": Layout(micro_batch=2),
     "data 2": Layout(data=2, micro_batch=2),
@@ -77,7 +58,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_train_as_torch_alone(layout: Layout) -> None:
-    expected = alone()
+    expected = trained_alone(small, 3)
     for rank, (losses, gradients, weights) in enumerate(on_ranks(layout, train, module_plan(layout))):
         assert losses == pytest.approx(expected[0], rel=1e-4)
         assert losses[0] == pytest.approx(expected[0][0], rel=1e-5)
@@ -86,12 +67,12 @@ def test_ranks_train_as_torch_alone(layout: Layout) -> None:
             for name, gradient in gradients.items():
                 assert relative(gradient, expected[1][name]) < 1e-5, name
             for name, value in weights.items():
-                assert relative(value, expected[2][name]) < 1e-3, name
+                assert relative(value, expected[2].state_dict()[name]) < 1e-3, name
 
 
 def test_float64_agrees_to_its_own_precision() -> None:
     layout = Layout(data=2, micro_batch=2, zero=3)
-    expected = alone(torch.float64)
+    expected = trained_alone(small, 3, torch.float64)
     losses, gradients, _ = on_ranks(layout, train, module_plan(layout, precision="fp64"))[0]
     assert losses[0] == pytest.approx(expected[0][0], rel=1e-12)
     assert all(relative(gradients[name], expected[1][name]) < 1e-12 for name in gradients)
@@ -99,7 +80,7 @@ def test_float64_agrees_to_its_own_precision() -> None:
 
 def test_bf16_keeps_masters_and_gradients_in_fp32() -> None:
     layout = Layout(data=2, micro_batch=2, zero=3)
-    expected = alone()
+    expected = trained_alone(small, 3)
     losses, gradients, weights = on_ranks(layout, train, module_plan(layout, precision="bf16"))[0]
     assert losses == pytest.approx(expected[0], rel=2e-2)
     assert all(relative(gradients[name], expected[1][name]) < 5e-2 for name in gradients)

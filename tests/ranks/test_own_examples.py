@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_modules import gradients_of, load_kernels_without_data, on_ranks, relative, step_in
+from own_modules import first_step, load_kernels_without_data, on_ranks, relative, step_in
 from torch import Tensor, nn
 
 from phalanx.own.blocks import Blocks
@@ -32,13 +32,6 @@ def plan_of(layout: Layout, global_batch: int, num_steps: int = 1, lr: float = 1
         global_batch=global_batch, seq_len=1, num_steps=num_steps, precision="fp32", optimizer=OptimizerSpec(lr=lr)
     )
     return ModulePlan(job=job, layout=layout)
-
-
-def first_step(
-    world: World, plan: ModulePlan, make: Any, batch: Any, loss: Any, options: Any
-) -> tuple[float, dict[str, Tensor]]:
-    step = step_in(world, make(), plan, **options)
-    return step.forward_backward(step.share(batch), loss), gradients_of(step)
 
 
 def hold(layout: Layout, make: Any, batch: Any, loss: Any, alone: Any, **options: Any) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from own_modules import cross_entropy, images, load_kernels_without_data, on_ranks, small, step_in
 from tiny import toy_cluster
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import InputError, LayoutError
 from phalanx.own.families import table_of
@@ -102,6 +104,38 @@ def test_recorded_products_are_those_of_the_model_spec(tensor: int, sequence_par
     assert messages == (expected if tensor > 1 else {})
 
 
+def test_a_frozen_block_is_not_taken_for_the_trained_one_before_it() -> None:
+    model = make_llama()
+    model.model.layers[2].requires_grad_(False)
+    parts = record(model, BATCH, llama.next_token, forward=call, blocks=llama.BLOCKS, cuts=None)
+    _, trained, frozen = (flops(part.backward, "matmul") for part in parts[1:4])
+    assert frozen == trained / 2  # of the inputs alone
+    assert [part.num_trained > 0 for part in parts[1:-1]] == [True, True, False, True]
+
+
+class Attends(nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.enter, self.attend = nn.Linear(8, 8), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return self.attend(x, x, x)
+
+
+def test_attention_is_recorded_however_it_is_called() -> None:
+    attend = F.scaled_dot_product_attention
+    ways = [
+        lambda q, k, v: attend(q, k, v, None, 0.0, True),
+        lambda q, k, v: attend(q, k, value=v, is_causal=True),
+        lambda q, k, v: attend(query=q, key=k, value=v, is_causal=True),
+    ]
+    batch, loss = torch.zeros(2, 4, 8), lambda output, batch: output.mean()
+    first, *others = (record(Attends(way), batch, loss, forward=call, blocks=None, cuts=None) for way in ways)
+    assert flops(first[0].forward, "attention") == 2 * 2 * 4 * (4 / 2) * 8
+    assert all(other == first for other in others)
+
+
 def sent(world: World, plan: ModulePlan, options: Any) -> dict[tuple[str, str], list[int]]:
     """What the second step sends over the tensor axis."""
     step = step_in(world, make_llama(), plan, **options)
@@ -184,5 +218,7 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
         plan_for(small(), job(), small_devices, images(), cross_entropy)
     with pytest.raises(InputError, match="recorded modules are priced under 1F1B"):
         plan_for(small(), job(), small_devices, images(), cross_entropy, given={"schedule": "zb-h1"})
+    with pytest.raises(InputError, match=r"unknown key layout.tensro(.|\n)*did you mean tensor"):
+        plan_for(small(), job(), small_devices, images(), cross_entropy, given={"tensro": 2})
     with pytest.raises(InputError, match="cannot be run on tensors without data"):
         plan_for(small(), job(), toy_cluster(2), images(), lambda output, batch: output.mean() * output.sum().item())

@@ -11,7 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import RankFailed
-from own_modules import Small, gradients_of, images, module_plan, on_ranks, relative, small, step_in
+from own_modules import (
+    Small,
+    cross_entropy,
+    first_step,
+    gradients_of,
+    images,
+    module_plan,
+    on_ranks,
+    relative,
+    small,
+    step_in,
+)
 from torch import Tensor, nn
 
 from phalanx.checkpoint.store import opened
@@ -104,15 +115,14 @@ class Partly(Small):
         return self.head(tokens.mean(1))
 
 
-def cross_entropy(output: Tensor, batch: Any) -> Tensor:
-    return F.cross_entropy(output, batch[1])
-
-
-def with_unused(world: World, plan: ModulePlan, unused: str) -> dict[str, Tensor]:
+def partly() -> nn.Module:
     torch.manual_seed(0)
-    step = step_in(world, Partly(), plan, unused=unused)
-    step.forward_backward(step.share(signed()), cross_entropy)
-    return gradients_of(step)
+    return Partly()
+
+
+def with_unused(layout: Layout, unused: str) -> dict[str, Tensor]:
+    options = {"unused": unused}
+    return on_ranks(layout, first_step, module_plan(layout), partly, signed(), cross_entropy, options)[0][1]
 
 
 def signed() -> tuple[Tensor, Tensor]:
@@ -125,7 +135,7 @@ def signed() -> tuple[Tensor, Tensor]:
 def test_unused_parameters_are_named_with_their_ranks() -> None:
     layout = Layout(data=2, micro_batch=4)
     with pytest.raises(RankFailed) as caught:
-        on_ranks(layout, with_unused, module_plan(layout), "error")
+        with_unused(layout, "error")
     text = str(caught.value.cause)
     assert "spare.weight, spare.bias took no part in the loss (rank 1)" in text
     assert "blocks.0.norm.weight" in text and "(rank 0)" in text and 'unused="zero"' in text
@@ -134,12 +144,11 @@ def test_unused_parameters_are_named_with_their_ranks() -> None:
 @pytest.mark.parametrize("zero", [0, 2])
 def test_data_may_decide_which_parts_run(zero: int) -> None:
     layout = Layout(data=2, micro_batch=4, zero=zero, bucket_bytes=64)
-    torch.manual_seed(0)
-    module = Partly()
+    module = partly()
     inputs, labels = signed()
     halves = [F.cross_entropy(module(inputs[part]), labels[part]) for part in (slice(0, 4), slice(4, 8))]
     (sum(halves) / 2).backward()
-    gradients = on_ranks(layout, with_unused, module_plan(layout), "zero")[0]
+    gradients = with_unused(layout, "zero")
     for name, parameter in module.named_parameters():
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert relative(gradients[name], expected) < 1e-5 or gradients[name].norm() == expected.norm() == 0, name
@@ -148,7 +157,7 @@ def test_data_may_decide_which_parts_run(zero: int) -> None:
 def test_under_zero_3_ranks_must_run_the_same_parts() -> None:
     layout = Layout(data=2, micro_batch=4, zero=3)
     with pytest.raises(RankFailed, match="must run the same parts of a module") as caught:
-        on_ranks(layout, with_unused, module_plan(layout), "zero")
+        with_unused(layout, "zero")
     assert isinstance(caught.value.cause, InputError)
 
 
@@ -350,6 +359,7 @@ def refusals(world: World) -> list[str]:
     for act in (
         step.update,
         lambda: step.forward_backward([], cross_entropy),
+        lambda: step.evaluate([], cross_entropy),
         lambda: step.forward_backward([images()], lambda output, batch: output),
         lambda: step.share((torch.zeros(4, 2), torch.zeros(3))),
     ):
@@ -361,5 +371,6 @@ def refusals(world: World) -> list[str]:
 
 def test_wrong_calls_are_refused_in_words() -> None:
     (texts,) = on_ranks(Layout(), refusals)
-    words = ["call forward_backward first", "no micro-batch", "the loss is a tensor of shape [8, 5]", "[3, 4] samples"]
+    words = ["call forward_backward first", "forward_backward: there is no micro-batch"]
+    words += ["evaluate: there is no micro-batch", "the loss is a tensor of shape [8, 5]", "[3, 4] samples"]
     assert all(word in text for word, text in zip(words, texts, strict=True)), texts

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from own_modules import gradients_of, on_ranks, relative, step_in
+from own_modules import first_step, on_ranks, relative
 
 import phalanx
 from phalanx.data.tokens import TokenWriter, mask_path
@@ -19,7 +19,6 @@ from phalanx.own.text import TokenDataset
 from phalanx.plan.layout import Layout
 from phalanx.plan.module import ModulePlan
 from phalanx.spec.job import JobSpec
-from phalanx.trainer.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "own"))
 import gpt
@@ -60,11 +59,9 @@ def test_what_a_dataset_refuses(prefix: Path) -> None:
         TokenDataset(prefix, SEQ_LEN, vocab=21)[5]
 
 
-def first_step(world: World, plan: ModulePlan) -> tuple[float, dict[str, torch.Tensor]]:
+def make_gpt() -> torch.nn.Module:
     torch.manual_seed(1)
-    step = step_in(world, gpt.GPT(), plan, blocks=phalanx.Blocks(path="blocks"))
-    loss = step.forward_backward(step.share(batch()), gpt.next_token)
-    return loss, gradients_of(step)
+    return gpt.GPT()
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,9 +75,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_gpt_has_the_loss_and_gradients_of_one_process() -> None:
     job = JobSpec(global_batch=8, seq_len=16, num_steps=1, precision="fp32")
     plan = ModulePlan(job=job, layout=Layout(pipeline=2, data=2, zero=1, micro_batch=2))
-    loss, gradients = on_ranks(plan.layout, first_step, plan)[0]
-    torch.manual_seed(1)
-    module = gpt.GPT()
+    options = {"blocks": phalanx.Blocks(path="blocks")}
+    loss, gradients = on_ranks(plan.layout, first_step, plan, make_gpt, batch(), gpt.next_token, options)[0]
+    module = make_gpt()
     expected = F.cross_entropy(module(batch()[0]).flatten(0, 1), batch()[1].flatten())
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5)

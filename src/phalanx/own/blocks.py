@@ -113,6 +113,16 @@ def held_stages(layout: Layout, coord: Coord) -> list[int]:
     return [stage for _, stage in sorted(mine)]
 
 
+def names_before(module: nn.Module, path: str) -> set[str]:
+    """Names of the parameters and buffers registered before the list at `path`."""
+    found: set[str] = set()
+    for name, part in module.named_modules(remove_duplicate=False):
+        if name == path:
+            break
+        found |= {f"{name}.{key}" if name else key for key in (*part._parameters, *part._buffers)}
+    return found
+
+
 class Cut:
     """Which of a module's tensors each stage holds, by their names: a tensor of a block is that of the block's stage,
     others are the first stage's or the last's."""
@@ -129,21 +139,11 @@ class Cut:
         self._prefix = f"{blocks.path}."
         self._layers = {name: layer for layer, (name, _) in enumerate(self._list().named_children())}
         self._stages = {layer: stage for stage, part in enumerate(self.sections) for layer in part.layers}
-        self._before = self._names_before()
+        self._before = names_before(module, blocks.path)
         self._check_ties()
 
     def _list(self) -> nn.Module:
         return self.module.get_submodule(self.blocks.path)
-
-    def _names_before(self) -> set[str]:
-        """Parameters and buffers registered before the list."""
-        found: set[str] = set()
-        for name, part in self.module.named_modules(remove_duplicate=False):
-            if name == self.blocks.path:
-                break
-            own = (*part._parameters, *part._buffers)
-            found |= {f"{name}.{key}" if name else key for key in own}
-        return found
 
     def stage_of(self, name: str) -> int:
         """The stage that holds the tensor of this name."""

@@ -202,6 +202,9 @@ def _on_first(act: Any, module: nn.Module, arguments: tuple[Any, ...], keywords:
     """Do `act` to the hidden states that a module is called with: its first argument, or the one of that name."""
     if arguments:
         return (act(arguments[0]), *arguments[1:]), keywords
+    if "hidden_states" not in keywords:
+        what = f"{type(module).__name__} gets {', '.join(keywords) or 'nothing'}, which may not be the hidden states"
+        raise InputError(what, where="cuts", instead="call it with them as its first argument, or as hidden_states=")
     return arguments, {**keywords, "hidden_states": act(keywords["hidden_states"])}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -22,8 +22,11 @@ from phalanx.plan.legality import module_problems
 from phalanx.planner.candidates import divisors
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
+from phalanx.spec.schema import suggest
 from phalanx.trainer.flat import COMPUTE_DTYPES
 from phalanx.units import format_bytes, format_seconds
+
+LAYOUT_KEYS = tuple(field.name for field in fields(Layout))
 
 ASSUMPTIONS = (
     "recorded: operations, kept bytes and messages of one forward and backward without data",
@@ -72,6 +75,9 @@ def plan_for(
     Raises LayoutError if no layout can run or fit, InputError if the module cannot be run without data.
     """
     given = given or {}
+    for key in given:
+        if key not in LAYOUT_KEYS:
+            raise InputError(f"unknown key layout.{key}", where="given", instead=suggest(key, LAYOUT_KEYS))
     for key, only in (("schedule", "1f1b"), ("virtual_stages", 1)):
         if given.get(key, only) != only:
             raise InputError("recorded modules are priced under 1F1B", where=f"layout.{key}", instead=f"{key} = {only}")

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import InputError
-from phalanx.own.blocks import Blocks
+from phalanx.own.blocks import Blocks, names_before
 from phalanx.own.cuts import Cutting
 from phalanx.own.nest import Nest, cast_floats, mapped, tensors
 from phalanx.own.stage import Forward, Loss
@@ -109,18 +109,16 @@ def _by_blocks(
 ) -> list[Recorded]:
     listed = blocks.listed(module)
     inside = {parameter for block in listed for parameter in block.parameters()}
-    names = [name for name, _ in module.named_modules()]
-    place = names.index(blocks.path)
-    early = {parameter for name in names[:place] for parameter in module.get_submodule(name)._parameters.values()}
-    outside = [parameter for parameter in module.parameters() if parameter not in inside]
-    before = [parameter for parameter in outside if parameter in early]
-    after = [parameter for parameter in outside if parameter not in early]
+    early = names_before(module, blocks.path)
+    outside = {name: parameter for name, parameter in module.named_parameters() if parameter not in inside}
+    before = [parameter for name, parameter in outside.items() if name in early]
+    after = [parameter for name, parameter in outside.items() if name not in early]
     part, nest = watch.part("before", before, lambda _: blocks.enter(module, values), None)
     found, known = [part], {}
     for number, block in enumerate(listed):
         key = (
             str(block),
-            tuple((tuple(each.shape), each.requires_grad) for each in tensors(nest)),
+            tuple((tuple(each.shape), each.requires_grad) for each in (*block.parameters(), *tensors(nest))),
             number == 0,
             number == len(listed) - 1,
         )  # hooks of the first and last block cut tokens and gather them
@@ -218,6 +216,10 @@ def _product(packet: Any, args: Any, result: Any) -> tuple[int, int, int, int, i
     return None
 
 
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""What scaled_dot_product_attention takes, in order."""
+
+
 class _Attention(TorchFunctionMode):
     """Attention of torch as one kernel each way (FlashAttention-2, arXiv 2307.08691: two products forward, five
     backward; under a causal mask, half of them)."""
@@ -230,8 +232,8 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        q, k, v, *more = args if len(args) > 2 else (kwargs["query"], kwargs["key"], kwargs["value"])
-        causal = kwargs.get("is_causal", len(more) > 2 and more[2])
+        named = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+        q, k, v, causal = named["query"], named["key"], named["value"], named.get("is_causal", False)
         common = {
             "kind": "attention",
             "m": q.shape[-2],
