@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +71,14 @@ def find(folder: Path) -> Found | None:
         else:
             return Found(path=path, step=step, passed_over=tuple(passed_over))
     if passed_over:
-        what = "no checkpoint is whole:\n    " + "\n    ".join(passed_over)
-        raise CheckpointError(what, where=str(folder), instead="to start anew, give another run folder")
+        raise none_whole(folder, passed_over)
     return None
+
+
+def none_whole(folder: Path, passed_over: Iterable[str]) -> CheckpointError:
+    """What to raise where there are checkpoints, but none is whole, for the reasons `passed_over`."""
+    what = "no checkpoint is whole:\n    " + "\n    ".join(passed_over)
+    return CheckpointError(what, where=str(folder), instead="to start anew, give another run folder (--run-dir)")
 
 
 def unfinished(folder: Path, step_folder: str, token: str) -> Path:

@@ -120,9 +120,7 @@ def _newest(
             tell(f"passed over, for it is not whole: {error}")
             passed_over.append(str(error))
     if passed_over:
-        what = "no checkpoint is whole:\n    " + "\n    ".join(passed_over)
-        instead = "give another --run-dir to start anew"
-        raise CheckpointError(what, where=str(run_dir.checkpoints), instead=instead)
+        raise folders.none_whole(run_dir.checkpoints, passed_over)
     return None
 
 

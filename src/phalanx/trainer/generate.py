@@ -99,11 +99,7 @@ class Generator:
         buffer = FlatBuffer(layout, torch.float32, self.device)
         buffer.allocate_parameters()
         weights.fill(
-            StatePiece(
-                parameter=piece.parameter,
-                rectangle=piece.rectangle,
-                tensor=buffer.parameters[piece.offset :][: piece.rectangle.num_elements].view(piece.rectangle.shape),
-            )
+            StatePiece(parameter=piece.parameter, rectangle=piece.rectangle, tensor=buffer.values(piece))
             for piece in layout.pieces
         )
         return buffer
