@@ -1,4 +1,4 @@
-"""What people who train on several devices really hit, by number (`shared/reference/cases.md`, groups A to D and I).
+"""What people who train on several devices really hit, by number.
 
 Cases that another test proves: 6, 40, 43, 45 and 46 test_order and test_source, 26 and 45 test_sequences, 36 test_main,
 41 and 68 (b) test_validation, 10 and 16 test_layouts, 11 and 13 test_rules (6, 16), 15, 31, 35

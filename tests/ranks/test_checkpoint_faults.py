@@ -3,7 +3,7 @@
 The state here is one number in every element, the step, so that a mixture of two saves cannot hide. PHALANX_KILLS=50
 kills at so many moments instead of ten.
 
-By number (`shared/reference/reliability.md`, section 4): 16, 17, 20, 21 and 22 stand here; 18, 19, 36 and 37 in
+By number, as the tests have them: 16, 17, 20, 21 and 22 stand here; 18, 19, 36 and 37 in
 test_checkpoint; 23 and 24 in test_train_command; 25 in test_agent; 41 in test_rundir.
 """
 

@@ -1,4 +1,4 @@
-"""The rules that every hybrid-parallel trainer must keep, by number (`shared/reference/correctness.md`).
+"""The rules that every hybrid-parallel trainer must keep, by number.
 
 A rule is proven by a test below named after it, or by the one that PROVEN points to.
 """

@@ -24,7 +24,7 @@ def embedding_holders(layout: Layout) -> tuple[int, int]:
 def head_copies_embedding(model: ModelSpec, layout: Layout) -> bool:
     """Whether the output head is a second copy of a tied embedding, kept on another pipeline coordinate.
 
-    Both copies start equal and get the sum of both gradients, so they stay equal to the last bit (correctness.md 5, 6).
+    Both copies start equal and get the sum of both gradients, so they stay equal to the last bit.
     """
     first, last = embedding_holders(layout)
     return model.tied and first != last

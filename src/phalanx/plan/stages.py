@@ -48,7 +48,7 @@ def recomputed_layers(layout: Layout, stage: Stage) -> range:
 
 
 def layer_cost(model: ModelSpec, seq_len: int, tensor: int = 1) -> int:
-    """Forward FLOPs per token of one layer: matrix products and the causal attention core (formulas.md 2).
+    """Forward FLOPs per token of one layer: matrix products and the causal attention core (docs/equations.md, 10).
 
     Summed over the ranks of a tensor axis of size `tensor`, where kv heads may be computed in copies.
     """

@@ -1,7 +1,8 @@
 """Traffic: every message that one rank takes part in during one optimizer step, down to the smallest.
 
 This is a claim, made from sizes alone; the fact is what the trainer's Comms count. A test demands that both be equal
-for every layout of up to 8 ranks. Bytes are payloads as `plan.comm.Comm` defines them. Counts follow formulas.md 7.
+for every layout of up to 8 ranks. Bytes are payloads as `plan.comm.Comm` defines them, counts those of
+docs/equations.md, 17 to 20.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from phalanx.plan.stage_traffic import ACCUMULATION_BYTES, COMPUTE_BYTES, Messag
 from phalanx.plan.stages import Stage, recomputed_layers
 
 HEAD_ROWS = 1024
-"""Rows of logits that exist at a time, for full logits are often the largest tensor of a run (formulas.md 3)."""
+"""Rows of logits that exist at a time, for full logits are often the largest tensor of a run."""
 
 NUM_STATISTICS = 8
 """Float64 numbers in the control message of a step: loss, squared norm, votes to stop, and five sums of seconds."""

@@ -93,7 +93,7 @@ class ModelSpec:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of one transformer block (formulas.md 1; SC21 eq. 2 for GPT)."""
+        """Parameters of one transformer block (docs/equations.md, 1; SC21 eq. 2 for GPT)."""
         matrices = 2 * self.hidden * (self.q_rows + self.kv_rows)
         matrices += (3 if self.gated else 2) * self.hidden * self.ffn * max(1, self.num_experts)
         matrices += self.hidden * self.num_experts
@@ -122,7 +122,7 @@ class ModelSpec:
         return self.num_embedding_parameters + layers + self.num_norm_parameters + head
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Model FLOPs of one token, forward and backward: 3 × forward, a multiply-add counted as 2 (formulas.md 2).
+        """Model FLOPs of one token, forward and backward: 3 × forward, a multiply-add being 2 (docs/equations.md, 3).
 
         Matrix products of the layers and the head, plus the attention core: `4 s a d` per layer in full, or its causal
         average `2 (s + 1) a d`. Published MFU figures mostly count the full core.

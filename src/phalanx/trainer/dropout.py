@@ -2,7 +2,7 @@
 
 The key is (seed, step, layer, site); the element is addressed by global sequence, global row, and column (or head and
 column). So a slice of an activation gets its slice of the mask, copies of an activation get the same mask, and resume
-repeats it, without any generator whose state could go astray (correctness.md 18 to 20).
+repeats it, without any generator whose state could go astray.
 """
 
 from __future__ import annotations

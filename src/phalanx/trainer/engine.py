@@ -168,8 +168,7 @@ class Engine:
         gets them.
 
         Values replicated over the tensor axis saw only this rank's tokens under sequence parallelism; norms of heads
-        and a kv head's copies saw only this rank's query heads; each copy of a tied embedding only its use
-        (correctness.md 6, 9, 10).
+        and a kv head's copies saw only this rank's query heads; each copy of a tied embedding only its use.
         """
         if self.loss_scale.value != 1.0:
             for part in self.data.slices:

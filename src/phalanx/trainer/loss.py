@@ -143,7 +143,7 @@ def _chunk_loss(
     comm: Comm,
     segments: Segments,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient (correctness.md 22 to 24). Both
+    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient. Both
     gradients are those of the loss over `divisor`.
 
     Each rank reduces its own columns; its log-sum-exp and its part of what is linear in the logits then meet those of

@@ -65,7 +65,7 @@ def uneven(batch: Batch) -> Batch:
     """The global batch `batch` with part of the labels not supervised.
 
     Of B sequences, the one at position p keeps its first (p + 1) / B labels: no two micro-batches and no two data ranks
-    have the same number, so a mean of means shows (correctness.md 12).
+    have the same number, so a mean of means shows.
     """
     global_batch, seq_len = batch.labels.shape
     kept = [max(1, (position + 1) * seq_len // global_batch) for position in range(global_batch)]

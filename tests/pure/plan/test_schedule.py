@@ -19,7 +19,7 @@ def chunks(name):
     return st.integers(fewest, min(most, 4))
 
 
-# Published seconds of the bubble (F 1, B 2, W 1), and from how many micro-batches on the form holds (formulas.md 4).
+# Published seconds of the bubble (F 1, B 2, W 1), and from how many micro-batches on the form holds (equation 13).
 # That of dualpipe-v, (p - 1)(F&B + B - 3W) = 2(p - 1), counts a forward beside a backward as one piece; listed one
 # after the other, the first one's result is sent earlier and half of the bubble goes.
 BUBBLES = {
