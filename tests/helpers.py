@@ -94,51 +94,37 @@ def run_ranks(
     return [results[rank] for rank in range(num_ranks)]
 
 
-def run_worlds(
+def run_worlds(layout: Layout, function: Callable[..., Any], *args: Any, model: ModelSpec, **options: Any) -> list[Any]:
+    """Call `function(world, *args)` in one forked process per rank of `layout`; see `_run` and `run_ranks`."""
+    return _run(layout, groups(model, layout), lambda world: function(world, *args), **options)
+
+
+def run_group(size: int, function: Callable[[Any], Any], **options: Any) -> list[Any]:
+    """Call `function(comm)` in `size` processes that form one group; see `run_worlds`."""
+    group = Group(name="group", ranks=tuple(range(size)))
+    return _run(Layout(data=size), [group], lambda world: function(world.comm("group")), **options)
+
+
+def _run(
     layout: Layout,
-    function: Callable[..., Any],
-    *args: Any,
-    model: ModelSpec,
-    timeout: float = 60.0,
-    timeout_s: float = 30.0,
-    mortal: Collection[int] = (),
-    shared_memory: bool = True,
-) -> list[Any]:
-    """Call `function(world, *args)` in one forked process per rank of `layout`; see `run_ranks`.
-
-    `timeout_s` is the Comms' own time limit; without `shared_memory` they talk through Gloo.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-
-        def main(rank: int) -> Any:
-            world = _world(Path(folder), layout, groups(model, layout), rank, timeout_s, shared_memory)
-            result = function(world, *args)
-            world.close()
-            return result
-
-        return run_ranks(layout.num_ranks, main, timeout=timeout, mortal=mortal)
-
-
-def run_group(
-    size: int,
-    function: Callable[[Any], Any],
+    all_groups: Sequence[Group],
+    function: Callable[[World], Any],
     *,
     timeout: float = 60.0,
     timeout_s: float = 30.0,
     mortal: Collection[int] = (),
     shared_memory: bool = True,
 ) -> list[Any]:
-    """Call `function(comm)` in `size` processes that form one group; see `run_worlds`."""
+    """`timeout_s` is the Comms' own time limit; without `shared_memory` they talk through Gloo."""
     with tempfile.TemporaryDirectory() as folder:
 
         def main(rank: int) -> Any:
-            all_groups = [Group(name="group", ranks=tuple(range(size)))]
-            world = _world(Path(folder), Layout(data=size), all_groups, rank, timeout_s, shared_memory)
-            result = function(world.comm("group"))
+            world = _world(Path(folder), layout, all_groups, rank, timeout_s, shared_memory)
+            result = function(world)
             world.close()
             return result
 
-        return run_ranks(size, main, timeout=timeout, mortal=mortal)
+        return run_ranks(layout.num_ranks, main, timeout=timeout, mortal=mortal)
 
 
 def _world(

@@ -52,19 +52,25 @@ def test_the_death_of_a_member_ends_the_others_at_once(shared_memory: bool) -> N
 
 @BOTH
 def test_a_member_that_hangs_up_ends_the_others_though_it_lives(shared_memory: bool) -> None:
+    known, tell = os.pipe()
+
     def program(comm: Any) -> Any:
         pids = torch.zeros(2, dtype=torch.int64)
         pids[comm.index] = os.getpid()
         comm.all_reduce(pids, purpose="process ids")
         if comm.index == 1:
+            os.read(known, 1)  # the other one has the sum, too
             process.hang_up()
             time.sleep(50)  # until the other one has noticed
+        os.write(tell, b".")
         answer = complaint(lambda: comm.all_reduce(torch.ones(1_000_000), purpose="mlp output"))
         status = process_status(int(pids[1]))
         os.kill(int(pids[1]), signal.SIGKILL)
         return *answer, status
 
     (text, seconds, status), _ = run_group(2, program, mortal=[1], timeout_s=50, shared_memory=shared_memory)
+    os.close(known)
+    os.close(tell)
     assert "failed in step 0" in text
     assert seconds < 25
     assert status not in ("dead", "stopped")
