@@ -89,7 +89,8 @@ class Kernels:
     `gradient_bytes`) themselves, or a pass of its own does. `head_rows`: tokens whose logits exist at a time, gradients
     computed there and then (design, section 7); 0: all at once, gradients in backward. `pads_alone`: whether the
     vocabulary is padded where no tensor axis cuts it. `softmax_passes`: how often softmax with its mask and dropout
-    passes over stored scores, relative to one fused kernel.
+    passes over stored scores, relative to one fused kernel. `fused_loss`: whether one kernel each way makes the loss of
+    logits, or each of its steps passes over them.
     """
 
     attention: Literal["flash", "math"] = "flash"
@@ -103,6 +104,7 @@ class Kernels:
     head_rows: int = 0
     pads_alone: bool = True
     softmax_passes: float = 1.0
+    fused_loss: bool = True
 
 
 def linear(
@@ -324,12 +326,24 @@ def embedding(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     return elementwise("embedding", 2 * wide, 3 * wide, kept)
 
 
+def cross_entropy(logits: Size, cut: Cut, kernels: Kernels) -> Block:
+    """The loss of so many logits. One kernel reads them for maximum, exponential sum and gradient, in `statistic`
+    precision, and writes the gradient back. Step by step (Megatron-LM's tensor_parallel/cross_entropy.py, nanotron's
+    after it) logits are widened, then read for their maximum, less it, their exponentials, the sum of those and its
+    quotients; the gradient is scaled and narrowed."""
+    w = cut.statistic
+    if kernels.fused_loss:
+        return elementwise("loss", 2 * logits * w, 2 * logits * w)
+    cast = cut.element + w
+    first = Operation(name="loss", kind="stream", bytes=logits * (cast + 8 * w))
+    second = Operation(name="loss gradient", kind="stream", bytes=logits * (cast + 2 * w))
+    return Block(forward=(first,), input_gradient=(second,), weight_gradient=(), kept=())
+
+
 def head(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
-    """Final norm, logits and loss. The loss reads logits for maximum, exponential sum and gradient, in `statistic`
-    precision, and writes the gradient back. Chunked, forward computes all gradients but the norm's."""
+    """Final norm, logits and loss. Chunked, forward computes all gradients but the norm's."""
     vocab = cut.vocab if kernels.pads_alone else np.where(cut.vocab >= model.vocab, model.vocab, cut.vocab)
-    logits, wide = cut.tokens * vocab, replace(cut, eight_bit=False)
-    loss = elementwise("loss", 2 * logits * cut.statistic, 2 * logits * cut.statistic)
+    loss, wide = cross_entropy(cut.tokens * vocab, cut, kernels), replace(cut, eight_bit=False)
     first = norm("final norm", model, cut)
     if not kernels.head_rows:
         return join((first, linear("logits", cut.tokens, cut.hidden, vocab, wide, kernels), loss))

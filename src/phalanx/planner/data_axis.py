@@ -120,12 +120,17 @@ def _experts_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint, round
     return np.asarray(seconds * np.where(layouts.zero[:, None] == 2, (rounds + 1) / 2, 1))
 
 
+def tied_parts(layouts: Candidates, engine: Engine) -> Array:
+    """Into how many parts a tied embedding's gradient is cut before both its holders add it up."""
+    return layouts.num_shards * layouts.context if engine.tied_shards else np.ones(len(layouts), dtype=int)
+
+
 def _tied_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint, spread: network.Placement) -> Array:
     """Seconds in which both holders of a tied embedding add their gradients, on the coordinates that hold a copy: of
-    the whole table, or of its shards where optimizer states are cut. Nothing hides it: it follows the reduction."""
+    the whole table, or of the shards that they update. Nothing hides it: it follows the reduction."""
     layouts, tied = footprint.layouts, footprint.tied
     if not tied.any():
         return np.zeros(tied.shape)
-    size = tied * engine.reduce_bytes / (layouts.num_shards * layouts.context)[:, None]
+    size = tied * engine.reduce_bytes / tied_parts(layouts, engine)[:, None]
     pair = network.Placement(size=2, per_node=np.where(spread.nodes > 1, 1, 2)[:, None])
     return np.where(tied > 0, network.collective_s(cluster, "all_reduce", size, pair), 0.0)

@@ -46,7 +46,7 @@ class Engine:
     Time: `factor` multiplies the whole step (the one number that may be fitted to an engine's published runs).
     `matmul_factor` scales the device's matrix efficiency, `attention_factor` that of its attention kernel (older
     kernels); `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels;
-    `compiled_passes` the same under `job.compile`, 0 where that changes nothing.
+    `compiled_passes` the same under `job.compile`, which fuses the loss as well; 0 where that changes nothing.
     `host_layer_s` is what the host needs to issue one layer's forward (backward takes `host_backward` times that),
     `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides.
 
@@ -54,10 +54,11 @@ class Engine:
     sums of input gradients run beside the weight gradients; `blocking_transfers` the share of transfers between stages
     that compute waits for, `scatter_boundary` whether only 1 / tensor of an activation is sent and gathered again
     inside the node; `data_overlap` the share of the last backward in which the all-reduce of gradients may hide,
-    `scatter_overlap` that for the scatters of ZeRO 1 and 2, `gather_overlap`
-    that of the first forward for new parameters; `reduce_bytes` per gradient element sent; `shard_messages` per layer
-    in which ZeRO 1 and 2 move gradients and parameters (0: buckets of the layout's size); `optimizer_bytes` per
-    parameter read and written by the optimizer with norm, clipping and casts.
+    `scatter_overlap` that for the scatters of ZeRO 1 and 2, `gather_overlap` that of the first forward for new
+    parameters; `reduce_bytes` per gradient element sent; `shard_messages` per layer in which ZeRO 1 and 2 move
+    gradients and parameters (0: buckets of the layout's size); `tied_shards`: whether both holders of a tied embedding
+    add only the shards that they update, not the whole table; `optimizer_bytes` per parameter read and written by the
+    optimizer with norm, clipping and casts.
 
     Memory: `states` by precision; `whole_gradients` the blocks whose gradients are whole at once on their way to the
     shards of ZeRO 2 and 3; `loss_bytes` bytes per logit at the peak (`sharded_loss_bytes` where the vocabulary is cut);
@@ -90,6 +91,7 @@ class Engine:
     gather_overlap: float = 0.0
     reduce_bytes: float = 4.0
     shard_messages: int = 0
+    tied_shards: bool = False
     optimizer_bytes: float = 40.0
     states: dict[str, States] = field(default_factory=dict)
     whole_gradients: int = 0
@@ -141,7 +143,8 @@ def engine(name: str = OURS, job: JobSpec | None = None) -> Engine:
         raise SpecError(f'unknown engine "{name}"', instead=suggest(name, sorted(known)))
     found = known[name]
     if job and job.compile and found.compiled_passes:
-        found = replace(found, elementwise_passes=found.compiled_passes)
+        kernels = replace(found.kernels, fused_loss=True)
+        found = replace(found, elementwise_passes=found.compiled_passes, kernels=kernels)
     return found
 
 

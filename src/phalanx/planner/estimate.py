@@ -209,6 +209,19 @@ def _footprint(
     )
 
 
+def _transfer_s(
+    cluster: ClusterSpec, engine: Engine, layouts: Candidates, links: dict[str, network.Placement], size: Array
+) -> Array:
+    """Seconds of handing `size` bytes to the next stage. Tensor ranks that hold the same may send a part each, which
+    the receivers gather inside their node (SC21, arXiv 2104.04473, section 4.1)."""
+    if not engine.scatter_boundary:
+        return np.asarray(network.point_to_point_s(cluster, size, links["pipeline"]))
+    parts = np.where(layouts.sequence_parallel, 1, layouts.tensor)
+    gathered = (parts > 1) & (layouts.pipeline > 1)
+    gather_s = np.where(gathered, network.collective_s(cluster, "all_gather", size, links["tensor"]), 0.0)
+    return np.asarray(network.point_to_point_s(cluster, size / parts, links["pipeline"]) + gather_s)
+
+
 def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, footprint: Footprint) -> Group:
     """Seconds of every layout of one footprint."""
     layouts, priced, places = footprint.layouts, footprint.costs, footprint.places
@@ -220,8 +233,7 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     links = network.placements(cluster, layouts)
     layer = memory.elements(model, layouts).layer
     gathers = data_axis.gathers(cluster, engine, job.precision, layouts, links["shards"], layer)
-    boundary = priced.at(priced.boundary_bytes) / (layouts.tensor if engine.scatter_boundary else 1)
-    transfer_s = network.point_to_point_s(cluster, boundary, links["pipeline"])
+    transfer_s = _transfer_s(cluster, engine, layouts, links, priced.at(priced.boundary_bytes))
     waited = engine.blocking_transfers if layouts.overlap else 1.0
     again = repeated[footprint.case]
     times = timeline.stage_times(priced, per_stage, again, gathers, transfer_s, engine, waited)

@@ -206,7 +206,11 @@ class Claimed:
         order = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, self.micro_batches)
         sent = StageTraffic(layout=layout, coord=Coord(), precision="bf16", schedule=order, buffers=())
         size = self.cut.rows * self.cut.hidden * self.cut.element
-        yield from sent.pipeline(size // (layout.tensor if self.runner.scatter_boundary else 1))
+        parts = layout.tensor if self.runner.scatter_boundary and not self.cuts_tokens else 1
+        for message in sent.pipeline(size // parts):
+            yield message
+            if parts > 1 and message.operation == "recv":
+                yield _message("tensor", message.purpose, "all_gather", message.count, message.count * size)
 
     def _data(self) -> Iterator[Message]:
         """Once in a step: gradients and new parameters, of which `layer` has those of ZeRO 3 already."""
@@ -229,7 +233,7 @@ class Claimed:
             size = experts * runner.reduce_bytes * (rounds + 1) / 2
             yield _message("expert copies", "gradients of experts", "all_reduce", 1, size)
         if tied := float(self.footprint.tied[0, 0]):
-            size = tied * runner.reduce_bytes / (layout.num_shards * layout.context)
+            size = tied * runner.reduce_bytes / (layout.num_shards * layout.context if runner.tied_shards else 1)
             yield _message("tied", "tied gradients", "all_reduce", 1, size)
 
 

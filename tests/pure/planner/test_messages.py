@@ -169,3 +169,18 @@ def test_other_orders_of_axes_cross_other_links() -> None:
     links = [messages.priced(plan, message, order).link for order in seconds]
     assert links == ["link", "net"]
     assert messages.by_order(replace(plan, layout=Layout(tensor=2, data=4))) == {}
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_a_boundary_in_parts_is_gathered_by_those_who_receive_it(cut: bool) -> None:
+    """The first of two stages sends activations and gets back gradients, a quarter each, and gathers the latter."""
+    layout = Layout(pipeline=2, tensor=4, micro_batch=2, sequence_parallel=cut)
+    plan = Plan(model=LLAMA, cluster=CLUSTER, job=SMALL, layout=layout)
+    claimed = list(messages.Claimed(plan, engine("megatron-2021")).step())
+    times, wide = layout.num_micro_batches(SMALL.global_batch), 2 * SMALL.seq_len * LLAMA.hidden * 2
+    (sent,) = (message for message in claimed if message.operation == "send")
+    assert (sent.count, sent.payload_bytes) == (times, times * wide // 4)
+    gathered = [
+        (m.operation, m.count, m.payload_bytes) for m in claimed if m.group == "tensor" and "gradients" in m.purpose
+    ]
+    assert gathered == ([] if cut else [("all_gather", times, times * wide)])

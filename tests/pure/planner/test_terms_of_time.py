@@ -17,7 +17,7 @@ from phalanx.planner import compute, network, timeline
 from phalanx.planner.candidates import of
 from phalanx.planner.costs import costs
 from phalanx.planner.engine import Engine, States
-from phalanx.planner.estimate import Group, estimate
+from phalanx.planner.estimate import Group, estimate, stage_layers
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.model import ModelSpec
 
@@ -111,6 +111,16 @@ def test_passes_and_copies_move_bytes_at_speeds_of_their_own() -> None:
     one = Operation(kind="elementwise", **moved)
     assert float(compute.operation_s(one, KERNEL, 1e14, slow)) == pytest.approx(2 * 1.5 * 1e9 / 0.8e12)
     assert seconds(Operation(kind="stream", **moved)) == pytest.approx(2 * 1e9 / 0.5e12)
+
+
+def test_a_loss_in_steps_passes_over_logits_fourteen_times() -> None:
+    """Forward: widened, maximum, difference, exponential, sum, quotient; then scaled and narrowed. One kernel each way
+    reads and writes them once."""
+    cut = cut_of(LLAMA, 96, Layout(micro_batch=2), 2)
+    steps, fused = (operations.cross_entropy(1000, cut, Kernels(fused_loss=fused)) for fused in (False, True))
+    assert [op.bytes for op in (*steps.forward, *steps.input_gradient)] == [1000 * (6 + 32), 1000 * (6 + 8)]
+    assert [op.bytes for op in (*fused.forward, *fused.input_gradient)] == [8000, 8000]
+    assert [op.kind for op in (*steps.forward, *fused.forward)] == ["stream", "elementwise"]
 
 
 def test_a_wave_that_is_not_full_costs_a_whole_one() -> None:
@@ -265,10 +275,27 @@ def test_transfers_are_waited_for_or_on_their_way(waited: float) -> None:
     assert some.backward_s[0] - free.backward_s[0] == pytest.approx(np.array([0, 1, 1]) * waited * transfer, abs=1e-15)
 
 
-def test_a_boundary_may_be_sent_in_parts() -> None:
-    for scattered, size in ((False, WIDE), (True, WIDE / 4)):
-        times = group(replace(BARE, scatter_boundary=scattered), pipeline=2, tensor=4).times
-        assert times.transfer_s[0] == pytest.approx(2e-6 + size / 100e9)
+def test_a_boundary_may_be_sent_in_parts_that_are_gathered_again() -> None:
+    """Where the sequence is cut each rank has a part of its own anyway, and gathers nothing."""
+    gather = collective("all_gather", WIDE, 4)
+    for scattered, cut, size, more in (
+        (False, False, WIDE, 0.0),
+        (True, False, WIDE / 4, gather),
+        (False, True, WIDE / 4, 0.0),
+        (True, True, WIDE / 4, 0.0),
+    ):
+        engine = replace(BARE, scatter_boundary=scattered)
+        times = group(engine, pipeline=2, tensor=4, sequence_parallel=cut).times
+        assert times.transfer_s[0] == pytest.approx(2e-6 + size / 100e9 + more)
+
+
+def test_a_stage_of_nanotron_closes_when_it_has_its_share() -> None:
+    """Four layers' worth of head behind sixteen layers: five of twenty are a quarter, ten are half."""
+    heads = {"num_heads": 32, "num_kv_heads": 32, "head_dim": 64}
+    model = replace(LLAMA, num_layers=16, hidden=2048, ffn=8192, vocab=2**17, **heads)
+    for stages, expected in ((2, [10, 6]), (4, [5, 5, 5, 1]), (3, [7, 7, 2])):
+        layouts = of([Layout(pipeline=stages, micro_batch=2)])
+        assert stage_layers(model, 96, replace(BARE, balance="thresholds"), layouts).tolist() == expected
 
 
 def test_weight_gradients_that_are_put_off_are_not_counted_twice() -> None:
@@ -363,6 +390,13 @@ def test_both_holders_of_a_tied_embedding_meet_in_the_open() -> None:
     across = group(model=GPT, cluster=FAR, pipeline=2, tensor=4, data=2).tail
     alone = across.exposed_s[0] - across.data_s[0]
     assert alone == pytest.approx([collective("all_reduce", 4 * 256 * 96, 2, 8, FAR)] * 2)
+
+
+@pytest.mark.parametrize(("tied_shards", "part"), [(False, 1), (True, 4)])
+def test_they_add_the_whole_table_or_the_shards_that_they_update(tied_shards: bool, part: int) -> None:
+    found = group(replace(BARE, tied_shards=tied_shards), model=GPT, pipeline=2, data=4, zero=1).tail
+    alone = found.exposed_s[0] - found.data_s[0]
+    assert alone == pytest.approx([collective("all_reduce", 4 * 1008 * 96 / part, 2)] * 2)
 
 
 def test_the_optimizer_updates_a_rank_s_own_shard() -> None:
