@@ -77,6 +77,7 @@ UNUSUAL = {
         tiny_model("gpt2", num_layers=6),
         Layout(pipeline=2, data=2, zero=1, virtual_stages=3, schedule="interleaved-1f1b"),
     ),
+    "data outermost": (tiny_model(tied=True), Layout(pipeline=2, tensor=2, data=2, zero=1, outermost="data")),
     "interleaved, tensor": (
         tiny_model(),
         Layout(pipeline=2, tensor=2, sequence_parallel=True, virtual_stages=2, schedule="interleaved-1f1b"),

@@ -3,6 +3,10 @@
 An axis is an entry of AXES, slowest to fastest, so that neighbouring ranks share the tensor axis and thus a node:
 
     rank = ((pipeline × D + data) × C + context) × T + tensor
+
+or, where data is the outermost axis, so that a whole pipeline may lie within a node:
+
+    rank = ((data × P + pipeline) × C + context) × T + tensor
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ AXES = ("pipeline", "data", "context", "tensor")
 Recompute = Literal["none", "selective", "full"]
 
 Reduce = Literal["fp32", "bf16", "fp16", "powersgd", "top-k"]
+
+Outermost = Literal["pipeline", "data"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,8 @@ class Layout:
     `recompute_layers` of each stage; `bucket_bytes`: gradients are reduced over the data axis in messages of about this
     size; `reduce`: as what they travel (see `plan.reduction`), with `reduce_rank` for PowerSGD and `reduce_fraction`
     for top-k; `overlap`: whether messages travel while blocks compute; `tensor_overlap_chunks`: how many chunks of
-    tokens a matrix product and the collective of the tensor axis beside it are cut into, so that they alternate.
+    tokens a matrix product and the collective of the tensor axis beside it are cut into, so that they alternate;
+    `outermost`: the axis along which ranks are numbered slowest, whose neighbours thus lie furthest apart.
     """
 
     tensor: int = 1
@@ -70,6 +77,16 @@ class Layout:
     reduce_fraction: float = 0.01
     overlap: bool = True
     tensor_overlap_chunks: int = 1
+    outermost: Outermost = "pipeline"
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """AXES as ranks are numbered, slowest first."""
+        return (self.outermost, *(axis for axis in AXES if axis != self.outermost))
+
+    def stride(self, axis: str) -> int:
+        """How far the ranks of neighbours on `axis` lie apart."""
+        return math.prod(getattr(self, faster) for faster in self.order[self.order.index(axis) + 1 :])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -99,27 +116,28 @@ class Layout:
         """The position of global rank `rank`."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         position = {}
-        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
-            rank, position[axis] = divmod(rank, size)
+        for axis in reversed(self.order):
+            rank, position[axis] = divmod(rank, getattr(self, axis))
         return Coord(**position)
 
     def rank(self, coord: Coord) -> int:
         """The global rank at `coord`; inverse of `coord()`."""
         rank = 0
-        for axis, size in zip(AXES, self.sizes, strict=True):
-            rank = rank * size + getattr(coord, axis)
+        for axis in self.order:
+            rank = rank * getattr(self, axis) + getattr(coord, axis)
         return rank
 
     def coords(self) -> Iterator[Coord]:
         """All positions in rank order."""
-        for position in itertools.product(*(range(size) for size in self.sizes)):
-            yield Coord(**dict(zip(AXES, position, strict=True)))
+        for position in itertools.product(*(range(getattr(self, axis)) for axis in self.order)):
+            yield Coord(**dict(zip(self.order, position, strict=True)))
 
     def __str__(self) -> str:
         """As `tensor 2 × pipeline 2 × data 2, micro-batch 1, 1f1b, ZeRO 1, sequence parallel`."""
         axes = " × ".join(f"{axis} {getattr(self, axis)}" for axis in ("tensor", "context", "pipeline", "data"))
         words = [axes.replace("context 1 × ", ""), f"micro-batch {self.micro_batch}"]
         words += [self.schedule] if self.pipeline > 1 else []
+        words += [f"{self.outermost} outermost"] if self.outermost != "pipeline" else []
         words += [f"{self.virtual_stages} virtual stages"] if self.virtual_stages > 1 else []
         within = f" within {self.zero_group}" if self.zero_group else ""
         words += [f"ZeRO {self.zero}{within}"] if self.zero else []

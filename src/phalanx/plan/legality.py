@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from phalanx.errors import Problem
-from phalanx.plan.layout import AXES, Layout, Recompute, Reduce
+from phalanx.plan.layout import AXES, Layout, Outermost, Recompute, Reduce
 from phalanx.plan.reduction import WITH_ERRORS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.shards import padded_vocab
@@ -108,8 +108,8 @@ def _ranges(layout: Layout) -> Iterator[Problem]:
         yield _problem(
             "expert_group", f"expert_group is {layout.expert_group}", "expert_group = 0 (all of data) or more"
         )
-    names = {"reduce": get_args(Reduce), "recompute": get_args(Recompute), "schedule": tuple(SCHEDULES)}
-    for key, known in names.items():
+    names = {"reduce": Reduce, "recompute": Recompute, "outermost": Outermost}
+    for key, known in [*((key, get_args(kind)) for key, kind in names.items()), ("schedule", tuple(SCHEDULES))]:
         if (name := getattr(layout, key)) not in known:
             instead = f'{key} = "{nearest(name, known) or known[0]}" (of {", ".join(known)})'
             yield _problem(key, f'there is no {key} "{name}"', instead)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.plan.layout import Layout, Recompute, Reduce
+from phalanx.plan.layout import Layout, Outermost, Recompute, Reduce
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
@@ -23,6 +23,7 @@ from phalanx.spec.model import ModelSpec
 Array: TypeAlias = npt.NDArray[Any]
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+OUTERMOST: tuple[Outermost, ...] = ("pipeline", "data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,8 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """One entry per layout in each array. `schedule` indexes `schedules`, `recompute` indexes RECOMPUTES."""
+    """One entry per layout in each array. `schedule` indexes `schedules`, `recompute` indexes RECOMPUTES and
+    `outermost` OUTERMOST."""
 
     tensor: Array
     context: Array
@@ -59,6 +61,7 @@ class Candidates:
     zero_group: Array
     recompute_every: Array
     expert_group: Array
+    outermost: Array
     schedules: tuple[str, ...]
     bucket_bytes: int = Layout().bucket_bytes
     reduce: Reduce = "fp32"
@@ -87,6 +90,16 @@ class Candidates:
         """Neighbouring data ranks within which ZeRO would cut."""
         return np.where(self.zero_group > 0, self.zero_group, self.data)
 
+    def stride(self, axis: str) -> Array:
+        """How far the ranks of neighbours on `axis` lie apart."""
+        if axis == "tensor":
+            return np.ones_like(self.tensor)
+        cell = self.tensor * self.context
+        if axis == "context":
+            return self.tensor
+        inside = {"pipeline": self.data, "data": self.pipeline}[axis]
+        return cell * np.where(self.outermost == OUTERMOST.index(axis), inside, 1)
+
     def num_micro_batches(self, global_batch: int) -> Array:
         """Micro-batches that each data coordinate runs per step."""
         return global_batch // (self.micro_batch * self.data)
@@ -112,12 +125,13 @@ class Candidates:
             zero_group=int(self.zero_group[i]),
             recompute_every=int(self.recompute_every[i]),
             expert_group=int(self.expert_group[i]),
+            outermost=OUTERMOST[self.outermost[i]],
             **_shared(self),
         )
 
 
-ARRAYS = tuple(field.name for field in fields(Candidates))[:13]
-SHARED = tuple(field.name for field in fields(Candidates))[14:]
+ARRAYS = tuple(field.name for field in fields(Candidates))[:14]
+SHARED = tuple(field.name for field in fields(Candidates))[15:]
 
 
 def _shared(layouts: Candidates | Layout) -> dict[str, Any]:
@@ -130,9 +144,10 @@ def of(layouts: Sequence[Layout]) -> Candidates:
     schedules = tuple(dict.fromkeys(layout.schedule for layout in layouts))
     columns: dict[str, Any] = {name: np.array([getattr(layout, name) for layout in layouts]) for name in ARRAYS[:6]}
     columns["schedule"] = np.array([schedules.index(layout.schedule) for layout in layouts])
-    for name in ("zero", "sequence_parallel", *ARRAYS[10:]):
+    for name in ("zero", "sequence_parallel", *ARRAYS[10:13]):
         columns[name] = np.array([getattr(layout, name) for layout in layouts])
     columns["recompute"] = np.array([RECOMPUTES.index(layout.recompute) for layout in layouts])
+    columns["outermost"] = np.array([OUTERMOST.index(layout.outermost) for layout in layouts])
     return Candidates(**columns, schedules=schedules, **_shared(layouts[0]))
 
 
@@ -176,7 +191,7 @@ def enumerate_all(
     for sizes in _sizes(model, cluster.num_devices, space, given):
         orders = np.array([(v, names.index(name)) for name, v in _orders(model, sizes[2], space, given)])
         micro_batches = np.array(_given(given, "micro_batch", divisors(max(1, job.global_batch // sizes[3]))))
-        options = np.array(_options(model, sizes, cluster.devices_per_node, space, given))
+        options = np.array(_options(model, sizes, cluster, space, given))
         order, micro_batch, option = (
             grid.reshape(-1)
             for grid in np.meshgrid(*(np.arange(len(part)) for part in (orders, micro_batches, options)), indexing="ij")
@@ -224,11 +239,12 @@ def _chunks(model: ModelSpec, name: str, pipeline: int) -> range:
 
 
 def _options(
-    model: ModelSpec, sizes: tuple[int, int, int, int], per_node: int, space: Space, given: Mapping[str, Any]
+    model: ModelSpec, sizes: tuple[int, int, int, int], cluster: ClusterSpec, space: Space, given: Mapping[str, Any]
 ) -> list[tuple[int, ...]]:
-    """Values of ZeRO, sequence parallelism, recompute, the group that ZeRO cuts within, which layers recompute, and
-    over how many ranks experts lie."""
-    tensor, context, _, data = sizes
+    """Values of ZeRO, sequence parallelism, recompute, the group that ZeRO cuts within, which layers recompute, over
+    how many ranks experts lie, and which axis is outermost."""
+    tensor, context, pipeline, data = sizes
+    per_node = cluster.devices_per_node
     within = per_node // (tensor * context)
     groups = (0, within) if space.zero_in_node and 1 < within < data and data % within == 0 else (0,)
     cuts = [
@@ -246,9 +262,17 @@ def _options(
     inside = math.gcd(model.num_experts, math.gcd(data, max(1, within)))
     fewer = (0, inside) if 0 < inside < math.gcd(model.num_experts, data) else (0,)
     spreads = _given(given, "expert_group", fewer if model.num_experts else (0,))
+    # Stages come closer where all of a pipeline lies within a node; elsewhere some neighbours are on two nodes anyway.
+    cell = tensor * context * pipeline
+    inside_node = pipeline > 1 and data > 1 and per_node % cell == 0 and per_node < cell * data
+    orders = [OUTERMOST.index(axis) for axis in _given(given, "outermost", OUTERMOST[: 1 + inside_node])]
+    # A part of a node is what neighbours on the data axis share, which pipelines within a node are not.
     return [
-        (zero, flag, kind, group, every, spread)
-        for (zero, group), flag, (kind, every), spread in itertools.product(cuts, flags, repeats, spreads)
+        (zero, flag, kind, group, every, spread, order)
+        for (zero, group), flag, (kind, every), spread, order in itertools.product(
+            cuts, flags, repeats, spreads, orders
+        )
+        if not (order and group and given.get("zero_group") is None)
     ]
 
 

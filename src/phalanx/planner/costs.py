@@ -77,7 +77,7 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     """
     columns = [layouts.tensor, layouts.context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute]
     if model.num_experts:
-        columns += [layouts.data, layouts.expert_group]
+        columns += [layouts.data, layouts.expert_group, layouts.outermost, layouts.pipeline]
     first, inverse = distinct(*columns)
     return _priced(model, job, cluster, engine, layouts.take(first), inverse)
 
@@ -140,7 +140,7 @@ class _Pricer:
     def _experts(self) -> Any:
         """Tokens to their experts and back, forward or backward: two all-to-alls over the ranks that share experts."""
         size = self.layouts.data // np.maximum(1, self.cut.expert_groups)
-        place = network.placement(self.cluster, size, self.layouts.tensor * self.layouts.context)
+        place = network.placement(self.cluster, size, self.layouts.stride("data"))
         routed = self.cut.routed_tokens * self.cut.hidden * self.cut.element
         routed = routed / np.where(self.layouts.sequence_parallel, self.layouts.tensor, 1)
         return np.where(routed > 0, 2 * network.all_to_all_s(self.cluster, routed, place), 0.0)

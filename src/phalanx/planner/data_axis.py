@@ -114,7 +114,7 @@ def _experts_s(cluster: ClusterSpec, engine: Engine, footprint: Footprint, round
     out its parameters, as many messages as one sum."""
     layouts, held = footprint.layouts, footprint.held
     copies = layouts.data // held.spread * layouts.context
-    place = network.placement(cluster, copies, layouts.tensor * held.spread)
+    place = network.placement(cluster, copies, layouts.stride("data") // layouts.context * held.spread)
     place = network.Placement(size=place.size[:, None], per_node=place.per_node[:, None])
     seconds = network.collective_s(cluster, "all_reduce", held.experts * engine.reduce_bytes, place)
     return np.asarray(seconds * np.where(layouts.zero[:, None] == 2, (rounds + 1) / 2, 1))

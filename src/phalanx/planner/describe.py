@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.plan.plan import Prediction
 from phalanx.planner import timeline
-from phalanx.planner.candidates import ARRAYS, RECOMPUTES, Array, Candidates
+from phalanx.planner.candidates import ARRAYS, OUTERMOST, RECOMPUTES, Array, Candidates
 from phalanx.planner.costs import Pass
 from phalanx.planner.engine import Engine
 from phalanx.planner.estimate import Footprint, Group
@@ -130,6 +130,6 @@ def _value(layouts: Candidates, name: str, row: int) -> str:
     value = int(getattr(layouts, name)[row])
     if name == "schedule":
         return layouts.schedules[value]
-    if name == "recompute":
-        return RECOMPUTES[value]
+    if name in ("recompute", "outermost"):
+        return RECOMPUTES[value] if name == "recompute" else OUTERMOST[value]
     return str(bool(value)).lower() if name == "sequence_parallel" else str(value)

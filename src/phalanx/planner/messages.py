@@ -53,10 +53,10 @@ def of_layer(plan: Plan, engine_name: str = OURS) -> tuple[Priced, ...]:
     return tuple(priced(plan, message) for message in Claimed(plan, engine(engine_name)).layer(again=True))
 
 
-def priced(plan: Plan, message: Message, order: tuple[str, ...] = AXES) -> Priced:
+def priced(plan: Plan, message: Message, order: tuple[str, ...] = ()) -> Priced:
     """`message` with the link that its group crosses and its seconds, were ranks numbered with axes in this `order`,
-    slowest first."""
-    place = placed(plan, message.group, order)
+    slowest first, instead of in the layout's own."""
+    place = placed(plan, message.group, order or plan.layout.order)
     link = plan.cluster.intra_node if bool(np.asarray(place.nodes) <= 1) else plan.cluster.inter_node
     if not message.payload_bytes:  # the receiving side of what its sender counts
         return Priced(message=message, num_ranks=int(place.size), link=link.name, seconds=0.0)
@@ -75,7 +75,7 @@ def by_order(plan: Plan, engine_name: str = OURS) -> dict[tuple[str, ...], float
     """Seconds of all messages of one step, nothing hidden, for each order of the axes that have several ranks, slowest
     first; that in which ranks are numbered comes first. Empty where it makes no difference, and for a context axis."""
     layout = plan.layout
-    axes = [axis for axis, size in zip(AXES, layout.sizes, strict=True) if size > 1]
+    axes = [axis for axis in layout.order if getattr(layout, axis) > 1]
     if len(axes) < 2 or layout.context > 1 or layout.num_ranks <= plan.cluster.devices_per_node:
         return {}
     messages = [row.message for row in of_step(plan, engine_name)]
@@ -93,16 +93,16 @@ def placed(plan: Plan, group: str, order: tuple[str, ...]) -> network.Placement:
         stride[axis] *= getattr(layout, faster)
     axis = AXIS_OF.get(group, group)
     if axis in ("data", "experts", "expert copies"):
-        return _on_data(plan, group, spread, stride["data"])
+        return _on_data(plan, group, spread, stride)
     if axis in AXES:
         return network.placement(cluster, getattr(layout, axis), stride[axis])
     return network.placement(cluster, layout.num_ranks, 1)
 
 
-def _on_data(plan: Plan, group: str, spread: int, stride: int) -> network.Placement:
-    """A group on the data axis, whose neighbours are `stride` apart. What is summed over it goes over the context axis
-    too, which lies inside it."""
-    layout, context = plan.layout, plan.layout.context
+def _on_data(plan: Plan, group: str, spread: int, strides: dict[str, int]) -> network.Placement:
+    """A group on the data axis, where neighbours on an axis are `strides` apart. What is summed over it goes over the
+    context axis too, which lies inside it."""
+    layout, context, stride = plan.layout, plan.layout.context, strides["data"]
     size, copies = (spread, layout.data // spread) if "expert" in group else (layout.num_shards, 0)
     if group == "experts":
         return network.placement(plan.cluster, size, stride)
@@ -110,8 +110,9 @@ def _on_data(plan: Plan, group: str, spread: int, stride: int) -> network.Placem
         return network.placement(plan.cluster, copies * context, stride * size // context)
     if group == "replicas":
         return network.placement(plan.cluster, layout.data // size, stride * size)
-    whole = layout.data if group == "data" else size
-    return network.placement(plan.cluster, whole * context, stride // context)
+    whole = network.placement(plan.cluster, layout.data if group == "data" else size, stride)
+    beside = network.placement(plan.cluster, context, strides["context"])
+    return network.with_context(plan.cluster, whole, beside, layout.tensor)
 
 
 class Claimed:

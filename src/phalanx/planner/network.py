@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from phalanx.plan.layout import AXES
 from phalanx.spec.cluster import ClusterSpec, Link
 
 Seconds: TypeAlias = Any
@@ -34,23 +35,31 @@ class Placement:
 
 
 def placement(cluster: ClusterSpec, size: Size, stride: Size) -> Placement:
-    """A group of `size` ranks, `stride` apart, on nodes filled in rank order."""
-    per_node = np.clip(-(-cluster.devices_per_node // stride), 1, size)
+    """A group of `size` ranks, `stride` apart, on nodes filled in rank order: the one that lies worst, since all groups
+    of an axis wait for it. Groups that would fit a node, but do not divide it, come to lie across two."""
+    devices, span = cluster.devices_per_node, size * stride
+    across = (cluster.num_nodes > 1) & (span <= devices) & (devices % np.minimum(span, devices) > 0)
+    per_node = np.where(across, -(-size // 2), np.clip(devices // stride, 1, size))
     return Placement(size=size, per_node=per_node)
 
 
 def placements(cluster: ClusterSpec, layout: Any) -> dict[str, Placement]:
-    """The groups of each axis: strides follow from the axis order pipeline, data, context, tensor. "shards" sum or cut
-    what they hold together, "replicas" are those who then hold the same shard."""
-    summing = np.where(layout.zero, layout.num_shards, layout.data) * layout.context
+    """The groups of each axis. "shards" sum or cut what they hold together, over the context axis too; "replicas" are
+    those who then hold the same shard."""
+    axes = {name: placement(cluster, getattr(layout, name), layout.stride(name)) for name in AXES}
+    shards, stride = np.where(layout.zero, layout.num_shards, layout.data), layout.stride("data")
     return {
-        "tensor": placement(cluster, layout.tensor, 1),
-        "context": placement(cluster, layout.context, layout.tensor),
-        "data": placement(cluster, layout.data, layout.tensor * layout.context),
-        "shards": placement(cluster, summing, layout.tensor),
-        "replicas": placement(cluster, layout.data * layout.context // summing, layout.tensor * summing),
-        "pipeline": placement(cluster, layout.pipeline, layout.tensor * layout.context * layout.data),
+        **axes,
+        "shards": with_context(cluster, placement(cluster, shards, stride), axes["context"], layout.tensor),
+        "replicas": placement(cluster, layout.data // shards, stride * shards),
     }
+
+
+def with_context(cluster: ClusterSpec, data: Placement, context: Placement, tensor: Size) -> Placement:
+    """The group that is made up of all `context` groups of the members of a `data` group."""
+    nearest = np.maximum(1, cluster.devices_per_node // tensor)  # so many of a node have one place on the tensor axis
+    per_node = np.minimum(data.per_node * context.per_node, nearest)
+    return Placement(size=data.size * context.size, per_node=per_node)
 
 
 def _curve(points: tuple[tuple[int, float], ...], size: Size) -> Size:

@@ -48,6 +48,7 @@ class LayoutKeys(TypedDict, total=False):
     reduce_fraction: Fraction
     overlap: bool
     tensor_overlap_chunks: Count
+    outermost: Literal["pipeline", "data"]
 
 
 AXES = ("tensor", "context", "data", "pipeline")

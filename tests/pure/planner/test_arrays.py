@@ -36,6 +36,7 @@ layouts = st.builds(
     zero=st.integers(0, 3),
     sequence_parallel=st.booleans(),
     recompute=st.sampled_from(["none", "selective", "full"]),
+    outermost=st.sampled_from(["pipeline", "data"]),
 )
 
 
@@ -133,6 +134,7 @@ def test_a_layout_survives_the_arrays() -> None:
     layout = Layout(
         tensor=2, data=4, pipeline=3, zero=1, sequence_parallel=True, recompute="selective", schedule="gpipe"
     )
+    layout = replace(layout, outermost="data", zero_group=2, recompute_every=2)
     many = of([Layout(), layout])
     assert isinstance(many, Candidates) and many.layout(1) == layout
 

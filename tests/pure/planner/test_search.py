@@ -6,12 +6,13 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from planner_cases import CLUSTER, DEVICE, GPT, JOB, LLAMA
 
 from phalanx.errors import LayoutError, SpecError
-from phalanx.plan.layout import Layout, Recompute
+from phalanx.plan.layout import Layout, Outermost, Recompute
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import SCHEDULES
@@ -36,15 +37,18 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
     micro_batches = [b for b in range(1, job.global_batch + 1) if job.global_batch % b == 0]
     cuts = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 2))
     repeats: tuple[tuple[Recompute, int], ...] = (("none", 1), ("selective", 1), ("full", 1), ("full", 2))
-    flags = itertools.product(cuts, (False, True), repeats)
+    flags = itertools.product(cuts, (False, True), repeats, get_args(Outermost))
     plans = []
     for (tensor, pipeline, data), micro_batch, name, chunks, (
         (zero, group),
         cut,
         (recompute, every),
+        outermost,
     ) in itertools.product(sizes, micro_batches, SCHEDULES, range(1, model.num_layers + 1), flags):
         if group and group != cluster.devices_per_node // tensor:
             continue  # ZeRO within a node alone
+        if outermost == "data" and (group or not stages_inside_nodes(tensor, pipeline, data, cluster)):
+            continue
         layout = Layout(
             tensor=tensor,
             pipeline=pipeline,
@@ -57,6 +61,7 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
             sequence_parallel=cut,
             recompute=recompute,
             recompute_every=every,
+            outermost=outermost,
         )
         if (pipeline == 1 and name != "1f1b") or (tensor == 1 and cut) or (data == 1 and zero) or group == data:
             continue  # twins of another layout
@@ -67,6 +72,12 @@ def brute_force(model: ModelSpec, job: JobSpec, cluster: ClusterSpec) -> list[Pl
         if max(sum(stage.values()) for stage in plan.prediction.memory_bytes) <= cluster.device.memory_bytes:
             plans.append(plan)
     return plans
+
+
+def stages_inside_nodes(tensor: int, pipeline: int, data: int, cluster: ClusterSpec) -> bool:
+    """Whether several nodes hold several whole pipelines of several stages."""
+    spread = min(pipeline, data) > 1 and tensor * pipeline * data > cluster.devices_per_node
+    return spread and cluster.devices_per_node % (tensor * pipeline) == 0
 
 
 @pytest.mark.parametrize(("model", "memory_bytes"), [(LLAMA, 2**34), (GPT, 6 * 2**20)], ids=["roomy", "tight"])
@@ -108,7 +119,7 @@ def num_mechanisms(layout: Layout) -> int:
     axes = [layout.tensor, layout.context, layout.pipeline]
     cuts = [layout.zero >= 2, layout.zero_group > 0, layout.recompute != "none", layout.recompute_every > 1]
     unusual = layout.pipeline > 1 and layout.schedule not in ("1f1b", "gpipe")
-    return sum(size > 1 for size in axes) + sum(cuts) + unusual
+    return sum(size > 1 for size in axes) + sum(cuts) + unusual + (layout.outermost != "pipeline")
 
 
 def test_among_near_ties_the_simplest_goes_first_and_is_said_to() -> None:
