@@ -68,15 +68,24 @@ def test_a_step_does_not_wait_for_the_gpu() -> None:
 def test_compiled_segments_compute_the_same(dtype: torch.dtype) -> None:
     inputs, grad = (torch.randn(64, 256, dtype=dtype, device="cuda") for _ in range(2))
     weight, gates = torch.randn(256, dtype=dtype, device="cuda"), torch.randn(64, 512, dtype=dtype, device="cuda")
+    heads, angles = torch.randn(2, 64, 6, 32, dtype=dtype, device="cuda"), torch.randn(64, 1, 16, device="cuda")
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    factor, label = torch.rand(64, device="cuda"), torch.randint(512, (64,), device="cuda")
     _, scale = EAGER.rms_norm(inputs, weight, 1e-5)
-    for name, arguments in {
-        "rms_norm": (inputs, weight, 1e-5),
-        "rms_norm_backward": (inputs, scale, grad, weight),
-        "swiglu": (gates,),
-        "swiglu_backward": (gates, grad),
-        "exponentials": (gates.float(),),
-    }.items():
+    for name, arguments in [
+        ("rms_norm", (inputs, weight, 1e-5)),
+        ("rms_norm_backward", (inputs, scale, grad, weight)),
+        ("swiglu", (gates,)),
+        ("swiglu_backward", (gates, grad)),
+        ("rotate", (heads, cosines, sines, 1)),
+        ("rotate", (heads, cosines, sines, -1)),
+        ("exponentials", (gates.float(),)),
+        ("loss_gradient", (gates.float(), factor, label, label % 3 > 0, 0.9, 0.1 / 512)),
+    ]:
         copies = [[each.clone() if isinstance(each, torch.Tensor) else each for each in arguments] for _ in range(2)]
         results = [getattr(way, name)(*given) for way, given in zip((EAGER, compiled()), copies, strict=True)]
+        if name == "rotate":  # in place
+            results = [given[0] for given in copies]
+            assert not torch.allclose(results[0], heads)
         for ours, theirs in zip(*results, strict=True) if isinstance(results[0], tuple) else [results]:
             assert (ours - theirs).norm() <= 8 * torch.finfo(dtype).eps * ours.norm(), name
