@@ -161,24 +161,34 @@ def test_asked_to_stop_a_run_saves_and_goes_on_later(number: str, to_a_rank: boo
     assert len(losses("run")) == steps + 2
 
 
-STOPS = """
+ENDS = """
 from pathlib import Path
-from phalanx.errors import Stopped
+from phalanx.errors import RunError, Stopped
+from phalanx.launch import fold
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
 from phalanx.trainer.worker import work
 
-def stop(plan, run_dir):
-    raise Stopped("enough")
+def end(plan, run_dir):
+    raise {error}
 
-run_dir = RunDir(Path("run"))
+plan, run_dir = Plan.read(Path("plan.json")), RunDir(Path("run"))
 run_dir.create()
-work(Plan.read(Path("plan.json")), run_dir, 0, stop)
+work(plan, run_dir, {rank}, end, lambda: fold.report(plan.layout, run_dir, {rank}))
 """
 
 
 def test_rank_of_torchrun_that_stopped_as_asked_complains_of_nothing():
     """Rank 0 has said it to all; a second time on standard error would look like a failure."""
     assert command("phalanx", "plan", "run.toml", "-o", "plan.json").returncode == 0
-    ended = command(sys.executable, "-c", STOPS)
+    ended = command(sys.executable, "-c", ENDS.format(rank=0, error='Stopped("enough")'))
     assert (ended.returncode, ended.stdout, ended.stderr) == (75, "", "")
+
+
+def test_rank_of_torchrun_says_what_happened_though_its_run_folder_cannot_be_written_to():
+    assert command("phalanx", "plan", "run.toml", "-o", "plan.json").returncode == 0
+    for rank in range(2):
+        Path(f"run/outcomes/rank-{rank:05d}.json").mkdir(parents=True)
+        ended = command(sys.executable, "-c", ENDS.format(rank=rank, error='RunError("the real cause")'))
+        assert ended.returncode == 3
+        assert f"phalanx: rank {rank}: the real cause\nrun cannot be written to: " in ended.stderr, ended.stderr

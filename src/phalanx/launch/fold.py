@@ -23,7 +23,7 @@ def report(layout: Layout, run_dir: RunDir, rank: int) -> str:
     while len(said) < layout.num_ranks and time.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN_S)
         said = _said(layout, run_dir)
-    if rank > min(other for other, outcome in said.items() if outcome.error):
+    if rank > min((other for other, outcome in said.items() if outcome.error), default=rank):
         return ""
     failure = supervise.explain(layout, run_dir, _endings(layout, said))
     supervise.write(failure, run_dir)

@@ -45,13 +45,14 @@ def run(entry: Entry, plan: Plan, run_dir: RunDir, rank: int) -> Outcome:
         outcome = Outcome.now(rank, error)
     else:
         outcome = Outcome.now(rank, None)
-    sys.stdout.flush()
-    sys.stderr.flush()
     try:
+        sys.stdout.flush()
+        sys.stderr.flush()
         outcome.write(run_dir.outcome(rank))
     except OSError as error:
         said = outcome.error.traceback if outcome.error else ""
-        sys.stderr.write(f"{said}rank {rank} cannot say in the run folder how it ended: {error}\n")
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{said}rank {rank} cannot say in the run folder how it ended: {error}\n")
     return outcome
 
 

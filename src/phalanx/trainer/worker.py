@@ -42,9 +42,14 @@ def work(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all of us when the first one has left
             process.hang_up(keep=[terminal])
             process.write_to(run_dir.log(rank))
-        sys.stderr.write(outcome.error.text + "\n" if outcome.error.for_users else outcome.error.traceback)
-        _keep_ring(run_dir, rank)
-        if explain and (text := explain()):
+        own = outcome.error.text + "\n" if outcome.error.for_users else outcome.error.traceback
+        try:
+            sys.stderr.write(own)
+            _keep_ring(run_dir, rank)
+            text = explain() if explain else ""
+        except OSError as error:  # a full disk: nobody else will read there what happened here
+            text = f"rank {rank}: {own}{run_dir.path} cannot be written to: {error}"
+        if text:
             os.write(terminal, f"phalanx: {text}\n".encode())
     if not run_dir.stack(rank).stat().st_size:
         run_dir.stack(rank).unlink()

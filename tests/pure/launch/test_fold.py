@@ -70,3 +70,7 @@ def test_a_mistake_of_the_user_is_said_once_without_evidence(run_dir: RunDir) ->
 def test_ranks_that_finished_have_nothing_to_say(run_dir: RunDir) -> None:
     end(run_dir, {0: None, 1: None, 2: RuntimeError("disk full"), 3: None})
     assert "rank 2 (pipeline 0 data 1 tensor 0)" in fold.report(LAYOUT, run_dir, 2)
+
+
+def test_one_that_could_not_leave_word_itself_reports_that_nobody_did(run_dir: RunDir) -> None:
+    assert "ranks 0-3 on its host left no word" in fold.report(LAYOUT, run_dir, 2)
