@@ -32,6 +32,8 @@ VERSION = 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 INT32_MAX = 2**31 - 1
+PROBES, PROBE_BYTES = 16, 4096
+"""Stretches of a mask that are looked at when it is opened: one that is wrong is mostly wrong throughout."""
 
 
 def paths(prefix: Path) -> tuple[Path, Path]:
@@ -163,7 +165,8 @@ class TokenFile:
 
 
 def read_mask(file: TokenFile) -> npt.NDArray[np.uint8] | None:
-    """The mask beside `file`, memory-mapped, if there is one. Raises `DataError` for one of another length."""
+    """The mask beside `file`, memory-mapped, if there is one. Raises `DataError` for one of another length, or with bytes
+    besides 0 and 1 in one of PROBES stretches; the rest is checked when it is read."""
     path = mask_path(file.prefix)
     if not path.is_file():
         return None
@@ -171,7 +174,10 @@ def read_mask(file: TokenFile) -> npt.NDArray[np.uint8] | None:
     if size != file.num_tokens:
         what = f"has {size:,} bytes for {file.num_tokens:,} tokens"
         raise DataError(what, where=str(path), instead="one byte per token: build the data again, or delete the mask")
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size else np.empty(0, np.uint8)
+    mask = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size else np.empty(0, np.uint8)
+    for start in range(0, size, max(PROBE_BYTES, size // PROBES)):
+        check_mask(file, mask[start : start + PROBE_BYTES], start)
+    return mask
 
 
 def check_mask(file: TokenFile, values: npt.NDArray[np.uint8], first: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.data.documents import Documents
 from phalanx.data.samples import Samples, split
-from phalanx.data.tokens import TokenFile, TokenWriter, mask_path
+from phalanx.data.tokens import PROBE_BYTES, PROBES, TokenFile, TokenWriter, mask_path
 from phalanx.errors import DataError
 
 VOCAB = 1000
@@ -101,6 +101,20 @@ def test_a_damaged_mask_is_refused(tmp_path: Path, content: bytes, words: list[s
         Samples(file, seq_len=8, vocab=VOCAB).supervised(np.array([0, 1]))
     for word in ["tokens.mask.bin", *words]:
         assert word in str(caught.value)
+
+
+def test_a_mask_of_other_bytes_is_refused_when_it_is_opened_and_a_single_one_when_it_is_read(tmp_path: Path):
+    size = 2 * PROBES * PROBE_BYTES
+    file, mask, place = write(tmp_path, [size]), np.ones(size, np.uint8), PROBE_BYTES + 7  # behind the first stretch
+    mask[place] = 255
+    mask_path(file.prefix).write_bytes(mask.tobytes())
+    samples = Samples(file, seq_len=PROBE_BYTES, vocab=VOCAB)
+    assert samples.supervised(np.array([0])).all()
+    with pytest.raises(DataError, match=f"byte 255 at position {place:,}"):
+        samples.supervised(np.array([1]))
+    mask_path(file.prefix).write_bytes(bytes([255]) * size)
+    with pytest.raises(DataError, match="byte 255 at position 0"):
+        Samples(file, seq_len=PROBE_BYTES, vocab=VOCAB)
 
 
 def test_bisection_finds_documents_without_a_table(tmp_path: Path):
