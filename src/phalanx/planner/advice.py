@@ -157,7 +157,7 @@ def _cut_over_data(uncut: Compared | None) -> str:
         return "a layer fits one device, the whole model does not: parameters cut over the data axis"
     if uncut.slower <= NEAR:
         return "the model fits one device; cutting its parameters over the data axis as well costs next to nothing here"
-    return "the model fits one device; cutting its parameters over the data axis as well leaves room for activations"
+    return "parameters fit one device whole; cut over the data axis as well, they leave room for activations"
 
 
 def _time(plan: Plan) -> str:
