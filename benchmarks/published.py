@@ -208,8 +208,8 @@ def _model(raw: dict[str, Any], filled: list[str]) -> ModelSpec:
     plain = "no bias" in arch
     if not raw.get("vocab"):
         filled.append("vocab")
-    own = bool(raw["tied_embeddings"]) if raw.get("tied_embeddings") is not None else not llama
-    return ModelSpec(
+    told = _flag(raw.get("tied_embeddings"))
+    model = ModelSpec(
         name=str(raw.get("model") or "published"),
         num_layers=_need(raw, "layers"),
         hidden=hidden,
@@ -224,12 +224,25 @@ def _model(raw: dict[str, Any], filled: list[str]) -> ModelSpec:
         norm="rmsnorm" if llama else "layernorm",
         activation="swiglu" if llama else "gelu_tanh",
         positions="rope" if llama or plain else "learned",
-        tied=own or (str(raw.get("source_id")), str(raw.get("model"))) in TIED,
+        tied=(told if told is not None else not llama) or (str(raw.get("source_id")), str(raw.get("model"))) in TIED,
         qkv_bias=not (llama or plain),
         bias=not (llama or plain),
         dropout=0.0 if llama or plain else 0.1,
         attention_dropout=0.0 if llama or plain else 0.1,
     )
+    return model if told is not None or not raw.get("params") else _as_counted(model, _number(raw["params"], "params"))
+
+
+def _flag(value: Any) -> bool | None:
+    """Yes or no in any writing; None where neither is told."""
+    return None if value in (None, "") else str(value).lower() not in ("false", "no", "off", "0", "none")
+
+
+def _as_counted(model: ModelSpec, num_parameters: float) -> ModelSpec:
+    """With a head of its own or the embedding's, as the printed number of parameters tells if it is that of either."""
+    both = [replace(model, tied=tied) for tied in (True, False)]
+    off = [abs(each.num_parameters / num_parameters - 1.0) for each in both]
+    return both[off.index(min(off))] if min(off) < 0.05 and max(off) > 2 * min(off) else model
 
 
 LLAMA = ("llama", "qwen", "mistral", "mixtral", "moe", "swiglu", "deepseek", "olmo", "gemma", "yi-", "internlm")
@@ -284,7 +297,7 @@ def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: i
     recomputes = [_recompute(raw["recompute"])] if raw.get("recompute") is not None else RECOMPUTES
     if raw.get("source_id") in UNREPEATED and "recompute" in (raw.get("assumed") or ()):
         recomputes = ["none"]
-    told = raw.get("sequence_parallel")
+    told = _flag(raw.get("sequence_parallel"))
     for micro_batch in micro_batches:
         if per_rank % micro_batch:
             raise Skip("micro-batch × data does not divide the global batch")

@@ -109,6 +109,21 @@ def test_memory_and_nodes_are_read_from_the_row(tmp_path: Path) -> None:
     assert bias[1] > bias[0] + 0.05
 
 
+def test_the_number_of_parameters_tells_whether_the_embedding_is_tied(tmp_path: Path) -> None:
+    """Stages at either end add the gradient of a table that they share: told in words or by the count, the same."""
+    layers, table = 12 * 12 * 2048**2, 51200 * 2048
+    told = {
+        "yes": {"tied_embeddings": True},
+        "no": {"tied_embeddings": "false"},
+        "counted once": {"params": str(layers + table)},
+        "counted twice": {"params": layers + 2 * table},
+        "another model's": {"params": 7e9},
+    }
+    rows = [ROW | {"pp": 2, "dp": 2, "source_id": name} | more for name, more in told.items()]
+    bias = {name: line["bias"] for name, line in accuracy(tmp_path / "rows.json", rows)["sources"].items()}
+    assert bias["yes"] == bias["counted once"] == bias["another model's"] > bias["no"] == bias["counted twice"]
+
+
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for text in ("{", "3", '{"other": []}'):
