@@ -165,8 +165,8 @@ class TokenFile:
 
 
 def read_mask(file: TokenFile) -> npt.NDArray[np.uint8] | None:
-    """The mask beside `file`, memory-mapped, if there is one. Raises `DataError` for one of another length, or with bytes
-    besides 0 and 1 in one of PROBES stretches; the rest is checked when it is read."""
+    """The mask beside `file`, memory-mapped, if there is one. Raises `DataError` for one of another length, or
+    with other bytes than 0 and 1 in one of PROBES stretches; the rest is checked when it is read."""
     path = mask_path(file.prefix)
     if not path.is_file():
         return None
