@@ -90,6 +90,9 @@ def _show(found: Search) -> None:
     console.print(f"\n{head}", style="dim")
     console.print(best, style="bold")
     console.print("\n".join(others))
+    if more := sum(map(len, found.orderings)):
+        text = f"each at its best: with other schedules, virtual stages or outermost axes, {more:,} more fit"
+        console.print(wrapped(text, console.width), style="dim")
     tables: dict[str, list[tuple[str, ...]]] = {}
     tables["Why the first"] = [("-", text) for text in (*found.reasons, f"{whole_run(first)} with the first")]
     tables |= {f"Beside it, by {kind}": rows for kind, rows in beside(found).items()}

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.planner import describe, memory, timeline
-from phalanx.planner.candidates import Array, Candidates, of
+from phalanx.planner.candidates import ARRAYS, OUTERMOST, Array, Candidates, of
 from phalanx.planner.engine import Engine
 from phalanx.planner.estimate import Group, footprints, price
 from phalanx.planner.machinery import NEAR, machinery
@@ -38,6 +38,24 @@ class Rejection:
     example: Layout
     detail: str
     instead: str
+
+
+ORDERING = ("schedule", "virtual_stages", "outermost")
+WAY = tuple(name for name in ARRAYS if name not in ORDERING)
+"""What makes two layouts different ways to cut the work. Those that differ in ORDERING alone cut it alike, and there
+may be dozens of them, many as fast as each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordering:
+    """Another schedule or order of axes with which one way to cut the work fits too: seconds of a step by the bound, so
+    at least; bytes of the fullest rank."""
+
+    schedule: str
+    virtual_stages: int
+    outermost: str
+    least_s: float
+    memory_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,22 +135,50 @@ class Ranking:
         return Plan(model=task.model, cluster=task.cluster, job=task.job, layout=layout, prediction=prediction)
 
     def best(self, top: int, among: Array | None = None) -> list[int]:
-        """The `top` fastest that fit, of rows `among`, by replayed time; among equals the smaller first.
+        """The `top` fastest ways to cut the work that fit, of rows `among`, each at its best, by replayed
+        time; among equals the smaller first.
 
-        A layout whose bound is above the slowest of them cannot be among them.
+        A layout whose bound is above the slowest of them, or above another of its way, cannot be among them.
         """
         order = self.order
         if among is not None:
             wanted = np.zeros(len(self.fits), dtype=bool)
             wanted[among] = True
             order = order[wanted[order]]
-        best: list[tuple[float, float, int]] = []
+        columns = [getattr(self.layouts, name) for name in WAY]
+        best: dict[tuple[int, ...], tuple[float, float, int]] = {}
+        limit = np.inf
         for row in order.tolist():
-            if len(best) >= top and self.step_s[row] > best[top - 1][0]:
+            if self.step_s[row] > limit:
                 break
-            best.append((self.replayed_step_s(row), float(self.peak[row]), row))
-            best.sort()
-        return [row for _, _, row in best[:top]]
+            way = tuple(int(column[row]) for column in columns)
+            known = best.get(way)
+            if known and self.step_s[row] > known[0]:
+                continue
+            this = (self.replayed_step_s(row), float(self.peak[row]), row)
+            best[way] = min(this, known) if known else this
+            if len(best) >= top:
+                limit = sorted(best.values())[top - 1][0]
+        return [row for _, _, row in sorted(best.values())[:top]]
+
+    def orderings(self, row: int) -> tuple[Ordering, ...]:
+        """Others that cut the work as candidate `row` does, in rising order of their bound."""
+        alike = self.order
+        for name in WAY:
+            column = getattr(self.layouts, name)
+            alike = alike[column[alike] == column[row]]
+        layouts = self.layouts
+        return tuple(
+            Ordering(
+                schedule=layouts.schedules[layouts.schedule[other]],
+                virtual_stages=int(layouts.virtual_stages[other]),
+                outermost=OUTERMOST[layouts.outermost[other]],
+                least_s=float(self.step_s[other]),
+                memory_bytes=float(self.peak[other]),
+            )
+            for other in alike.tolist()
+            if other != row
+        )
 
     def simplest(self, fastest: int) -> int:
         """The layout that goes first: of those that take at most NEAR longer than the `fastest`, the fastest of those

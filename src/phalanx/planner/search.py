@@ -20,7 +20,7 @@ from phalanx.planner.advice import reasons
 from phalanx.planner.candidates import Candidates, enumerate_all, of
 from phalanx.planner.comparison import Comparison, compare
 from phalanx.planner.engine import OURS, engine, profiles
-from phalanx.planner.ranking import Ranking, Rejection, Task
+from phalanx.planner.ranking import Ordering, Ranking, Rejection, Task
 from phalanx.planner.variants import advised
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
@@ -30,11 +30,13 @@ from phalanx.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """`plans` best first, each with its Prediction; `reasons` for the first, in words; `beside` it, the
+    """`plans` best first, each with its Prediction, one for each way to cut the work; their other `orderings`, which
+    differ in schedule, virtual stages and outermost axis alone; `reasons` for the first, in words; `beside` it, the
     best of each shape and tensor size; the `front` of layouts that no other beats in both time and memory; `rejected`
     by reason; how many layouts were looked at, how many of them fit, and how many had their schedule replayed."""
 
     plans: tuple[Plan, ...]
+    orderings: tuple[tuple[Ordering, ...], ...]
     reasons: tuple[str, ...]
     beside: Comparison
     front: tuple[Plan, ...]
@@ -78,10 +80,12 @@ def search(
         raise LayoutError(Problem(what=what, where=cluster.name, instead=_larger(task, priced)))
     best = priced.best(top)
     fastest, first = best[0], priced.simplest(best[0])
-    plans = tuple(priced.plan(row) for row in [first, *(row for row in best if row != first)][:top])
+    rows = [first, *(row for row in best if row != first)][:top]
+    plans = tuple(map(priced.plan, rows))
     beside = compare(priced, first, plans[0], np.unique(everything.tensor).tolist())
     return Search(
         plans=plans,
+        orderings=tuple(map(priced.orderings, rows)),
         reasons=(
             *reasons(plans, priced.plan(fastest), beside.shapes, task.runner.tie, task.given),
             *(advised(task, plans[0]) if engine_name == OURS else ()),

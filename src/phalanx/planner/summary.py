@@ -182,7 +182,10 @@ def as_json(found: Search) -> dict[str, Any]:
         "num_layouts": found.num_layouts,
         "num_fitting": found.num_fitting,
         "num_replayed": found.num_replayed,
-        "plans": [_plan(plan, found.engine) for plan in found.plans],
+        "plans": [
+            {**_plan(plan, found.engine), "orderings": [asdict(each) for each in orderings]}
+            for plan, orderings in zip(found.plans, found.orderings, strict=True)
+        ],
         "messages": [_message(row) for row in of_step(found.plans[0], found.engine)],
         "layer_messages": [_message(row) for row in of_layer(found.plans[0], found.engine)],
         "reasons": list(found.reasons),
