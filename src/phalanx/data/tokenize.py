@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from phalanx.data.records import Keys, Piece, pieces
 from phalanx.data.tokenizer import load_tokenizer, num_ids
 from phalanx.data.tokens import TokenWriter, dtype_for
 from phalanx.errors import DataError
+from phalanx.rundir import write_whole
 
 BATCH_CHARS = 1 << 20  # tokenized at once
 
@@ -134,10 +134,7 @@ def read_counts(folder: Path, part: Part) -> Counts | None:
 
 def _write_counts(folder: Path, part: Part, counts: Counts) -> None:
     """Written last, whole or not at all: it says that the part is finished."""
-    path = folder / f"{part.name}.json"
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(counts)), encoding="utf-8")
-    partial.rename(path)
+    write_whole(folder / f"{part.name}.json", json.dumps(asdict(counts)))
 
 
 def _batches(part: Part, keys: Keys) -> Iterator[tuple[list[Piece], float]]:
