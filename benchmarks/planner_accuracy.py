@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from planner_fit import Losses, leave_one_out, refit
-from published import Row, read
+from published import CRASHED_WITHOUT_LAYERS, WITHOUT_LAYERS, Row, read
 from published_machines import runner
 
 from phalanx.errors import PhalanxError
@@ -28,7 +28,9 @@ from phalanx.planner.engine import Engine
 from phalanx.planner.estimate import Group, estimate
 
 OK = ("ok", "ok_recompute_untold")
-ALLOCATOR = ("playbook",)
+RESERVED_BY_FIRST = ("playbook",)
+"""Sources whose memory is what the allocator of rank 0, a rank of the first stage, had reserved: nanotron's benchmark
+mode forgets the peak of what is allocated before each update, and lets rank 0 write its table (nanotron/helpers.py)."""
 
 UNKNOWABLE = {
     "sc21_t2, ZeRO 3 of 2021": "DeepSpeed's first ZeRO 3 ran 1.6 to 5 times slower than its messages and products need",
@@ -57,7 +59,7 @@ class Scored:
     row: Row
     step_s: float
     memory_bytes: float
-    allocated_bytes: float
+    reserved_bytes: float
 
     @property
     def error(self) -> float:
@@ -67,9 +69,10 @@ class Scored:
 
     @property
     def memory_error(self) -> float:
-        """Signed relative error of memory: of the allocator's peak where that was printed, else of the process."""
+        """Signed relative error of memory: of what the first stage reserved where that was printed, else of the fullest
+        process."""
         assert self.row.memory_bytes
-        ours = self.allocated_bytes if self.row.source in ALLOCATOR else self.memory_bytes
+        ours = self.reserved_bytes if self.row.source in RESERVED_BY_FIRST else self.memory_bytes
         return ours / self.row.memory_bytes - 1.0
 
 
@@ -102,13 +105,13 @@ def _score(members: list[Row], used: Engine, walked: bool) -> list[Scored]:
     """Rows that share model, job, machine and engine."""
     first = members[0]
     layouts = of([layout for row in members for layout in row.layouts])
-    step_s, peak, allocated = (np.empty(len(layouts)) for _ in range(3))
+    step_s, peak, reserved = (np.empty(len(layouts)) for _ in range(3))
     places: dict[int, tuple[Group, int]] = {}
     for group in estimate(first.model, first.job, first.cluster, used, layouts):
         step_s[group.rows] = group.step_s
         places |= {int(at): (group, index) for index, at in enumerate(group.rows)}
         peak[group.rows] = group.memory_bytes.max(1)
-        allocated[group.rows] = (group.memory_bytes - group.footprint.memory["overhead"]).max(1)
+        reserved[group.rows] = group.memory_bytes[:, 0] - used.context_bytes
     scored, start = [], 0
     for row in members:
         part = slice(start, start := start + len(row.layouts))
@@ -118,7 +121,7 @@ def _score(members: list[Row], used: Engine, walked: bool) -> list[Scored]:
         seconds = float(step_s[part][best])
         if walked and row.layouts[best].pipeline > 1:
             seconds = _replayed_s(row, used, *places[part.start + best], row.layouts[best])
-        memory = {"memory_bytes": float(peak[part][best]), "allocated_bytes": float(allocated[part][best])}
+        memory = {"memory_bytes": float(peak[part][best]), "reserved_bytes": float(reserved[part][best])}
         scored.append(Scored(row=row, step_s=seconds, **memory))
     return scored
 
@@ -202,16 +205,26 @@ def likely(scored: list[Scored]) -> dict[str, Any]:
     }
 
 
-def fit_or_not(scored: list[Scored]) -> dict[str, Any]:
+def too_few_micro_batches(row: Row) -> bool:
+    """Whether nanotron's 1F1B refuses to start: it asserts at least as many micro-batches as stages, less one
+    (nanotron/parallel/pipeline_parallel/engine.py)."""
+    layout = row.layouts[0]
+    return row.engine == "nanotron" and layout.num_micro_batches(row.job.global_batch) < layout.pipeline - 1
+
+
+def fit_or_not(scored: list[Scored], skipped: dict[str, int]) -> dict[str, Any]:
     """Rows that did not fit: how many are predicted over; rows that ran: how many are predicted under; and the curve of
-    both over a scale of the limit."""
+    both over a scale of the limit. A refusal for another reason is no prediction of memory, so it is counted apart:
+    `refused` crashed rows by the rule that they break, `caught_or_refused` of those and all rows that did not fit."""
     failed = np.array([s.memory_bytes / s.row.cluster.device.memory_bytes for s in scored if not s.row.fits])
     ran = np.array([s.memory_bytes / s.row.cluster.device.memory_bytes for s in scored if s.row.fits])
     if not len(failed):
         return {"num_failed": 0, "num_ran": len(ran)}
+    broken = np.array([too_few_micro_batches(s.row) for s in scored if not s.row.fits])
+    without_layers = skipped.get(CRASHED_WITHOUT_LAYERS, 0)
     curve = [
         {"limit": scale, "caught": float((failed > scale).mean()), "false_alarms": float((ran > scale).mean())}
-        for scale in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
+        for scale in (0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5)
     ]
     return {
         "num_failed": len(failed),
@@ -219,6 +232,10 @@ def fit_or_not(scored: list[Scored]) -> dict[str, Any]:
         "caught": float((failed > 1).mean()),
         "false_alarms": float((ran > 1).mean()),
         "curve": curve,
+        "refused": {"more stages than layers": without_layers, "too few micro-batches": int(broken.sum())},
+        "refused_that_ran": skipped.get(WITHOUT_LAYERS, 0)
+        + sum(too_few_micro_batches(s.row) for s in scored if s.row.fits),
+        "caught_or_refused": float((((failed > 1) | broken).sum() + without_layers) / (len(failed) + without_layers)),
     }
 
 
@@ -245,7 +262,7 @@ def report(scored: list[Scored], skipped: dict[str, int]) -> dict[str, Any]:
         "ranking": ranking(good),
         "likely": likely(good),
         "memory": {name: spread(errors) for name, errors in memory.items()},
-        "did_not_fit": fit_or_not([s for s in scored if s.row.quality in OK or s.row.quality == "slow_outlier"]),
+        "did_not_fit": fit_or_not([s for s in scored if s.row.quality in (*OK, "slow_outlier")], skipped),
         "skipped": skipped,
         "filled": dict(Counter(what for entry in scored for what in entry.row.filled)),
         "num_without_time": len(scored) - len(timed),
@@ -276,8 +293,11 @@ def show(result: dict[str, Any]) -> None:
         print(f"{fit['false_alarms']:.1%} of {fit['num_ran']} that ran called too large")
         for point in fit["curve"]:
             print(
-                f"    limit × {point['limit']:.1f}: {point['caught']:6.1%} caught, {point['false_alarms']:6.1%} false"
+                f"    limit × {point['limit']:.2f}: {point['caught']:6.1%} caught, {point['false_alarms']:6.1%} false"
             )
+        rules = ", ".join(f"{count} {rule}" for rule, count in fit["refused"].items())
+        print(f"    crashed, and refused before memory is asked: {rules} ({fit['refused_that_ran']} such ran);")
+        print(f"    {fit['caught_or_refused']:.1%} of all that crashed, these included, are caught or refused")
     for name, reason in UNKNOWABLE.items():
         if name in result["sources"]:
             print(f"\nno model can know: {name}: {reason}")

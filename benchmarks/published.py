@@ -35,6 +35,10 @@ layers and head fit to 4 % without it; with it, products would have to exceed th
 MOST = 2**27
 """No size of a model, batch or cluster is larger; so products stay within 63 bits."""
 
+WITHOUT_LAYERS = "more stages than layers"
+CRASHED_WITHOUT_LAYERS = f"crashed with {WITHOUT_LAYERS}"
+"""Why rows are skipped that no memory is needed to refuse."""
+
 PRECISIONS = ("fp8", "bf16", "fp16", "fp32", "fp64")
 
 
@@ -140,7 +144,6 @@ def _row(raw: Any, file: str) -> Row:
     )
     layouts = _legal(model, job, cluster, tuple(_layouts(raw, model, job, num_devices)))
     memory = measured.get("memory_gib")
-    ran = raw.get("ok") if raw.get("ok") is not None else raw.get("fits")
     return Row(
         id=str(raw.get("id") or f"{file}-{str(raw.get('source'))[:40]}"),
         source=source,
@@ -152,11 +155,17 @@ def _row(raw: Any, file: str) -> Row:
         layouts=layouts,
         step_s=_step_s(raw, measured, model, job, num_devices),
         memory_bytes=_number(memory, "memory_gib") * GIB if memory else None,
-        fits=True if ran is None else bool(ran),
+        fits=_ran(raw),
         certain=bool(raw.get("certain", True)),
         cell=(source, str(raw.get("model")), gpu, cluster.devices_per_node, num_devices, job.global_batch, job.seq_len),
         filled=tuple(filled),
     )
+
+
+def _ran(raw: dict[str, Any]) -> bool:
+    """Whether it ran; False: it crashed, or did not fit."""
+    told = raw.get("ok") if raw.get("ok") is not None else raw.get("fits")
+    return True if told is None else bool(told)
 
 
 def _measured(raw: dict[str, Any]) -> dict[str, Any]:
@@ -303,7 +312,7 @@ def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: i
             raise Skip("micro-batch × data does not divide the global batch")
         for v in chunks:
             if pipeline * v > model.num_layers:
-                raise Skip("more stages than layers")
+                raise Skip(WITHOUT_LAYERS if _ran(raw) else CRASHED_WITHOUT_LAYERS)
             for recompute in recomputes:
                 yield Layout(
                     tensor=tensor,
@@ -314,7 +323,7 @@ def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: i
                     micro_batch=micro_batch,
                     schedule="interleaved-1f1b" if v > 1 and pipeline > 1 else "1f1b",
                     zero=_zero(raw),
-                    sequence_parallel=tensor > 1 if told is None else bool(told),
+                    sequence_parallel=tensor > 1 if told is None else told,
                     recompute=recompute,  # type: ignore[arg-type]
                 )
 
@@ -330,6 +339,11 @@ def _recompute(printed: Any) -> str:
     return next((kind for kind in ("selective", "full") if kind in text), "none")
 
 
+SHARDING = ("nemo launcher",)
+"""Frameworks whose configurations name a distributed optimizer, where a row names no ZeRO stage
+(launcher_scripts/conf/training/gpt3: distributed_fused_adam)."""
+
+
 def _zero(raw: dict[str, Any]) -> int:
     """The ZeRO stage: printed as a number or as FSDP's strategy, or what the framework always does."""
     printed, framework = str(raw.get("zero", "")).lower(), str(raw.get("framework", "")).lower()
@@ -342,7 +356,7 @@ def _zero(raw: dict[str, Any]) -> int:
     digits = re.search(r"[0-3]", printed)
     if digits:
         return int(digits.group())
-    return 1 if "overlap-param-gather" in str(raw.get("overlap")) else 0
+    return int("overlap-param-gather" in str(raw.get("overlap")) or framework.startswith(SHARDING))
 
 
 def _chunks(model: ModelSpec, pipeline: int) -> list[int]:

@@ -4,7 +4,7 @@ Claims, held against what a recorder sees the real blocks do. The planner prices
 Every size may be an int (one layout) or a numpy array with one entry per layout: the list of operations is the same for
 all layouts, only their sizes differ, so one function serves one layout and a hundred thousand.
 
-Symbols (formulas.md): T tokens per rank and micro-batch, h hidden, q and g rows of the query and of the key projection
+Symbols: T tokens per rank and micro-batch, h hidden, q and g rows of the query and of the key projection
 on this rank, f feed-forward width on this rank, V padded vocabulary on this rank, s sequence length.
 """
 
@@ -84,10 +84,11 @@ class Kernels:
     `keep_gathered`: share of linear layers that keep their gathered input under sequence parallelism, instead of
     gathering it again.
     `masks`: what is kept of a dropout mask: nothing, a "byte" per element, or its "factor" in compute precision.
-    `extra_rows`: hidden-wide tensors per layer that unfused code keeps beyond the list (norms written out keep widened
-    inputs: formulas.md, section 3). `fused_sum`: whether matrix products add weight gradients to their sum (of
-    `gradient_bytes`) themselves, or a pass of its own does. `head_rows`: tokens whose logits exist at a time, gradients
-    computed there and then (design, section 7); 0: all at once, gradients in backward. `pads_alone`: whether the
+    `whole_qkv`: whether queries are a view of one tensor with keys and values, which so stays whole beside a copy of
+    those two, where each query head has its own; `activation_output`: whether a gated activation keeps its output
+    beside the product, both made by kernels of their own. `fused_sum`: whether matrix products add weight gradients to
+    their sum (of `gradient_bytes`) themselves, or a pass of its own does. `head_rows`: tokens whose logits exist at a
+    time, gradients computed there and then; 0: all at once, gradients in backward. `pads_alone`: whether the
     vocabulary is padded where no tensor axis cuts it. `softmax_passes`: how often softmax with its mask and dropout
     passes over stored scores, relative to one fused kernel. `fused_loss`: whether one kernel each way makes the loss of
     logits, or each of its steps passes over them.
@@ -98,7 +99,8 @@ class Kernels:
     selective: Literal["core", "cheap"] = "core"
     keep_gathered: float = 0.0
     masks: Literal["none", "byte", "factor"] = "none"
-    extra_rows: int = 0
+    whole_qkv: bool = False
+    activation_output: bool = False
     gradient_bytes: int = 4
     fused_sum: Literal["always", "same precision", "never"] = "always"
     head_rows: int = 0
@@ -254,6 +256,7 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
     core = attention(cut, kernels, model.attention_dropout > 0)
     apart = kernels.attention == "flash" and _writes_scores(kernels, model.attention_dropout > 0)
     heads = dict.fromkeys("qkv", cut.tokens * cut.q) if apart else {"q, k, v": cut.tokens * (cut.q + 2 * cut.kv)}
+    viewed = kernels.whole_qkv and model.num_kv_heads == model.num_heads
     linear_input = (cut.rows + (cut.tokens - cut.rows) * kernels.keep_gathered) * cut.hidden * e
     copied = np.where(cut.kv_copied, 1, 0) if np.ndim(cut.kv_copied) else int(cut.kv_copied)
     own_kv = 2 * cut.kv * (1 - copied)
@@ -268,6 +271,7 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
             head_norms(cut) if model.qk_norm else join(()),
             elementwise("rotary", 2 * rotary, 2 * rotary),
             *(_keeps(name, size * e) for name, size in heads.items()),
+            *([_keeps("copies of k, v", 2 * cut.tokens * cut.kv * e)] if viewed else []),
             core if cheap else repeated(core),
             _keeps("attention output", cut.tokens * cut.q * e),
             linear("out", cut.tokens, cut.q, cut.hidden, cut, kernels, pieces=closes),
@@ -275,7 +279,6 @@ def layer(model: ModelSpec, cut: Cut, kernels: Kernels) -> Block:
             norm("norm2", model, cut, again=cheap),
             feed_forward(model, cut, kernels, linear_input),
             residual("residual2", model, cut, kernels),
-            _keeps("unfused code", kernels.extra_rows * cut.rows * cut.hidden * e),
         )
     )
 
@@ -286,13 +289,13 @@ def feed_forward(model: ModelSpec, cut: Cut, kernels: Kernels, linear_input: Siz
     e, up, cheap = cut.element, (2 if model.gated else 1) * cut.ffn, kernels.selective == "cheap"
     tokens, batch = (cut.expert_tokens, cut.experts) if model.num_experts else (cut.tokens, 1)
     every = tokens * batch
-    act = elementwise(
-        "activation",
-        every * (up + cut.ffn) * e,
-        every * (2 * up + cut.ffn) * e,
-        [Kept(name="up output", bytes=every * up * e), Kept(name="down input", bytes=every * cut.ffn * e, again=cheap)],
-        again=cheap,
-    )
+    kept = [
+        Kept(name="up output", bytes=every * up * e),
+        Kept(name="down input", bytes=every * cut.ffn * e, again=cheap),
+    ]
+    if model.gated and kernels.activation_output:
+        kept.append(Kept(name="activation output", bytes=every * cut.ffn * e, again=cheap))
+    act = elementwise("activation", every * (up + cut.ffn) * e, every * (2 * up + cut.ffn) * e, kept, again=cheap)
     products = (
         linear("up", tokens, cut.hidden, up, cut, kernels, batch=batch, pieces=(cut.opening, cut.closing)),
         act,

@@ -31,12 +31,14 @@ OURS = "phalanx"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
     """Bytes per parameter held: the parameter in compute precision, its gradient, and what the optimizer keeps;
-    `transient` gradients that exist only while backward adds them to others."""
+    `transient` gradients that exist only while backward adds them to others; `bucket` a second copy of them for the
+    messages of the data axis, where ZeRO is off."""
 
     parameter: float
     gradient: float
     optimizer: float
     transient: float = 0.0
+    bucket: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,9 @@ class Engine:
     """One training system.
 
     Time: `factor` multiplies the whole step (the one number that may be fitted to an engine's published runs).
-    `matmul_factor` scales the device's matrix efficiency, `attention_factor` that of its attention kernel (older
-    kernels); `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels;
+    `matmul_factor` scales the device's matrix efficiency, `attention_factor` that of its attention kernel, which under
+    `portable_attention` is one for all devices (FlashAttention-2 and what came before it);
+    `elementwise_passes` is how often memory-bound work passes over memory, relative to fully fused kernels;
     `compiled_passes` the same under `job.compile`, which fuses the loss as well; 0 where that changes nothing.
     `host_layer_s` is what the host needs to issue one layer's forward (backward takes `host_backward` times that),
     `host_micro_batch_s` and `host_step_s` what it needs per micro-batch and step besides.
@@ -62,7 +65,11 @@ class Engine:
 
     Memory: `states` by precision; `whole_gradients` the blocks whose gradients are whole at once on their way to the
     shards of ZeRO 2 and 3; `loss_bytes` bytes per logit at the peak (`sharded_loss_bytes` where the vocabulary is cut);
-    `context_bytes` of libraries outside the allocator; `fragmentation` the ratio of reserved to allocated.
+    `whole_gather`: whether ZeRO 1 and 2 gather all new parameters at once, as a second copy of them. Where the tensor
+    axis cuts the sequence: `whole_buffers` activations of the whole sequence in buffers that stay, and `run_ahead` of
+    them that wait for their collective while the host, ahead of the device, issues later layers; a caching allocator
+    gives them to nobody else until it has run. `context_bytes` of libraries outside the allocator; `fragmentation` the
+    ratio of reserved to allocated.
 
     Two layouts of one model closer than `tie` cannot be told apart (from the residuals of
     benchmarks/planner_accuracy.py; see planner.certainty for single times).
@@ -76,6 +83,7 @@ class Engine:
     factor: float = 1.0
     matmul_factor: float = 1.0
     attention_factor: float = 1.0
+    portable_attention: bool = False
     elementwise_passes: float = 1.0
     compiled_passes: float = 0.0
     host_layer_s: float = 0.0
@@ -97,6 +105,9 @@ class Engine:
     whole_gradients: int = 0
     loss_bytes: float = 8.0
     sharded_loss_bytes: float = 8.0
+    whole_gather: bool = False
+    whole_buffers: int = 0
+    run_ahead: float = 0.0
     context_bytes: int = 0
     tie: float = 0.08
     fragmentation: float = 1.0

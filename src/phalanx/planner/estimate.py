@@ -193,8 +193,7 @@ def _footprint(
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
     chunk = memory.chunk_bytes(priced, layers, repeated, case)
-    tables = memory.table_elements(model, layouts, layers.shape[1], ends)
-    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, chunk, tables, counts, ends[1])
+    by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, chunk, counts, ends)
     return Footprint(
         rows=rows,
         layouts=layouts,
@@ -205,7 +204,7 @@ def _footprint(
         costs=priced,
         held=held,
         memory=by_kind,
-        tied=tables * (model.tied and ends[0] != ends[1]),
+        tied=memory.tied_elements(model, layouts, layers.shape[1], ends),
     )
 
 

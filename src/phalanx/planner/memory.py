@@ -117,16 +117,16 @@ def memory(
     costs: Costs,
     layers: Array,
     chunk: tuple[Array, Array],
-    tables: Array,
     num_micro_batches: Array,
-    last: int,
+    ends: tuple[int, int],
 ) -> dict[str, Array]:
     """Bytes by kind, each [layouts, coordinates], of layouts that share pipeline size and places of stages.
 
-    `layers` [chunks, coordinates]: layers of each chunk; `chunk`: its activations, as `chunk_bytes` has them; `tables`:
-    as `table_elements` has them; `last`: the coordinate of the last stage.
+    `layers` [chunks, coordinates]: layers of each chunk; `chunk`: its activations, as `chunk_bytes` has them; `ends`:
+    coordinates that hold the first and the last stage.
     """
     pipeline = layers.shape[1]
+    last = np.arange(pipeline) == ends[1]
     states = engine.states_for(precision)
     shards, zero = _column(layouts.data * layouts.context), _column(layouts.zero)
     flight = np.empty((len(layouts), pipeline), dtype=int)
@@ -135,7 +135,7 @@ def memory(
         flight[rows] = in_flight(layouts.schedules[number], pipeline, len(layers), num_micro_batches[rows])
     boundary = _column(costs.at(costs.boundary_bytes))
     loss_bytes = np.where(_column(layouts.tensor) > 1, engine.sharded_loss_bytes, engine.loss_bytes)
-    logits = (np.arange(pipeline) == last) * (_column(costs.at(costs.logits)) * loss_bytes + 2 * boundary)
+    logits = last * (_column(costs.at(costs.logits)) * loss_bytes + 2 * boundary)
     # Backward ends with all gradients of a chunk, and has freed its logits and activations by then.
     passing = held.elements * states.transient / len(layers)
     transient = np.maximum(0.0, passing - chunk[0] - logits)
@@ -160,8 +160,6 @@ def memory(
         size = np.where(layouts.sequence_parallel, layouts.tensor, 0) * (layouts.tensor > 1)
         by_kind["buffers"] += (engine.whole_buffers + engine.run_ahead) * boundary * _column(size)
     by_kind["overhead"] = sum(by_kind.values()) * (engine.fragmentation - 1.0) + engine.context_bytes
-    if engine.spare_tables:
-        by_kind["overhead"] += engine.spare_tables * tables * min(2.0, states.parameter)
     return by_kind
 
 
@@ -231,11 +229,11 @@ def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tu
     return Held(elements=parts, experts=np.asarray(experts), shard=np.asarray(shard), spread=spread)
 
 
-def table_elements(model: ModelSpec, layouts: Candidates, pipeline: int, ends: tuple[int, int]) -> Array:
-    """Elements of a vocabulary table on each coordinate that holds one, the embedding or the head, [layouts,
-    coordinates]."""
+def tied_elements(model: ModelSpec, layouts: Candidates, pipeline: int, ends: tuple[int, int]) -> Array:
+    """Elements of a tied embedding on each coordinate that shares it with another, [layouts, coordinates]."""
     rows = -(-model.vocab // (VOCAB_MULTIPLE * layouts.tensor)) * VOCAB_MULTIPLE
-    return np.asarray(_column(rows * model.hidden) * np.isin(np.arange(pipeline), ends))
+    holders = np.isin(np.arange(pipeline), ends) & (model.tied and ends[0] != ends[1])
+    return np.asarray(_column(rows * model.hidden) * holders)
 
 
 def _column(values: Any) -> Any:

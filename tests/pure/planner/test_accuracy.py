@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from published_case import BENCHMARKS, ROW
 
+from phalanx.planner.candidates import of
 from phalanx.planner.engine import profiles
+from phalanx.planner.estimate import estimate
+
+SHALLOW = ROW | {"framework": "nanotron", "source_id": "playbook", "arch": "llama", "tp": 2, "pp": 4, "dp": 1}
+SHALLOW |= {"vpp": 1, "recompute": "none", "precision": "bf16", "micro_batch": 32, "measured": {}, "ok": False}
+"""Two micro-batches on four stages, which nanotron's 1F1B refuses."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -28,6 +34,10 @@ def rows() -> list[dict[str, Any]]:
         ROW | {"precision": "fp32", "framework": "DeepSpeed", "gpu": "B200"},
         ROW | {"measured": {}, "ok": False, "micro_batch": 16, "recompute": "none", "seq_len": 16384},
         ROW | {"quality": "slow_outlier", "measured": {"tokens_per_s_per_gpu": 1000.0}},
+        SHALLOW,
+        SHALLOW | {"pp": 8, "tp": 1, "dp": 1, "layers": 4},  # stages without layers
+        SHALLOW | {"pp": 8, "tp": 1, "dp": 1, "layers": 4, "ok": True},
+        *({**SHALLOW, "ok": True, "measured": {"memory_gib": gib}} for gib in (30.0, 60.0)),
     ]
 
 
@@ -53,6 +63,8 @@ def test_what_cannot_be_used_is_counted(result: dict[str, Any]) -> None:
         "no tp": 1,
         "no figures for device Abacus-1": 1,
         "axis sizes do not give the number of devices": 1,
+        "more stages than layers": 1,
+        "crashed with more stages than layers": 1,
     }
 
 
@@ -61,7 +73,33 @@ def test_other_qualities_are_scored_apart(result: dict[str, Any]) -> None:
 
 
 def test_layouts_that_did_not_fit_are_caught(result: dict[str, Any]) -> None:
-    assert (result["did_not_fit"]["num_failed"], result["did_not_fit"]["caught"]) == (1, 1.0)
+    assert (result["did_not_fit"]["num_failed"], result["did_not_fit"]["caught"]) == (2, 0.5)
+
+
+def test_layouts_that_break_a_rule_are_counted_apart(result: dict[str, Any]) -> None:
+    """They crashed, and no memory is needed to know it; of those that ran, two have too few micro-batches here and one
+    has more stages than layers."""
+    told = result["did_not_fit"]
+    assert told["refused"] == {"more stages than layers": 1, "too few micro-batches": 1}
+    assert (told["refused_that_ran"], told["caught_or_refused"]) == (3, 1.0)
+    assert {point["limit"] for point in told["curve"]} >= {0.7, 0.95, 1.0, 1.5}
+
+
+def test_memory_that_rank_0_printed_is_held_against_the_first_stage(
+    result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import planner_accuracy
+    import published
+
+    row = published._row(SHALLOW | {"vocab": 512000, "ok": True, "measured": {"memory_gib": 30.0}}, "playbook")
+    engine = profiles()["nanotron"]
+    (group,) = estimate(row.model, row.job, row.cluster, engine, of(list(row.layouts)))
+    first, *_, last = group.memory_bytes[0]
+    assert last > first
+    (scored,) = planner_accuracy.score([row])
+    assert scored.memory_error == pytest.approx((first - engine.context_bytes) / (30 * 2**30) - 1)
+    assert result["memory"]["playbook"]["num_rows"] == 2
 
 
 def test_layouts_of_one_model_are_ranked(result: dict[str, Any]) -> None:
