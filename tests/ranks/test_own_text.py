@@ -55,6 +55,8 @@ def test_what_a_dataset_refuses(prefix: Path) -> None:
         TokenDataset(prefix, SEQ_LEN, vocab=20)[4]
     with pytest.raises(DataError, match="has 21 tokens, a sample of 21 needs one more"):
         TokenDataset(prefix, 21, vocab=21)
+    with pytest.raises(InputError, match="TokenDataset: seq_len = 0"):
+        TokenDataset(prefix, 0, vocab=21)
     with pytest.raises(IndexError, match="sample 5 of 5"):
         TokenDataset(prefix, SEQ_LEN, vocab=21)[5]
 

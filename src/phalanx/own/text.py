@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from phalanx.data.samples import Samples
 from phalanx.data.tokens import TokenFile
-from phalanx.errors import DataError
+from phalanx.errors import DataError, InputError
 
 NOT_A_LABEL = -100
 """What torch.nn.functional.cross_entropy leaves out unless told otherwise."""
@@ -23,10 +23,13 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     A sample is (tokens, labels), both int64 [seq_len]: each label is the token that comes next, or -100 where
     `PREFIX.mask.bin` says that it is not to be learned. `vocab`: how many ids the module knows.
 
-    Raises DataError for files that are missing, damaged or too short, and for an id of `vocab` or more once it is read.
+    Raises InputError for a `seq_len` below 1, DataError for files that are missing, damaged or too short, and for an id
+    of `vocab` or more once it is read.
     """
 
     def __init__(self, prefix: Path | str, seq_len: int, *, vocab: int) -> None:
+        if seq_len < 1:
+            raise InputError(f"seq_len = {seq_len}", where="TokenDataset", instead="1 or more")
         self._samples = Samples(TokenFile(Path(prefix)), seq_len=seq_len, vocab=vocab)
         if not len(self):
             what = f"has {self._samples.file.num_tokens:,} tokens, a sample of {seq_len:,} needs one more than that"
