@@ -91,22 +91,31 @@ def first_answer(world: World, plan: Plan) -> str:
     return answer(Engine(plan, world.coord, world.comm, world.device))
 
 
-def drifted_shard(world: World, plan: Plan) -> tuple[str, str]:
-    """Under ZeRO 3 only shards lie on a rank: of norms, each data rank compares its own over the tensor axis."""
+def drifted_shard(world: World, plan: Plan, copies: str) -> tuple[str, str]:
+    """What is found before and after rank 3 has changed an element of its shard, of a part held in `copies`."""
     engine = Engine(plan, world.coord, world.comm, world.device)
     sound = answer(engine)
     if world.rank == 3:
         for part in engine.data.slices:
-            if part.part.copies == "tensor" and part.buffer.layout.name == "layers.0":
+            if part.part.copies == copies and part.buffer.layout.name == "layers.0":
                 part.parameters[0] += 1.0
     return sound, answer(engine)
 
 
-def test_copies_of_shards() -> None:
-    plan = tiny_plan(Layout(tensor=2, data=2, zero=3), tiny_model(num_layers=1), precision="bf16")
-    for sound, found in run_worlds(plan.layout, drifted_shard, plan, model=plan.model):
+@pytest.mark.parametrize(
+    ("layout", "copies", "name", "first"),
+    [
+        (Layout(tensor=2, data=2, zero=3), "tensor", "norm", 2),
+        (Layout(data=4, zero=3, zero_group=2), "none", "gate_proj", 1),
+    ],
+    ids=["norms over the tensor axis", "replicas"],
+)
+def test_copies_of_shards(layout: Layout, copies: str, name: str, first: int) -> None:
+    """Under ZeRO 3 only shards lie on a rank: it compares its own with those who hold the same."""
+    plan = tiny_plan(layout, tiny_model(num_layers=1), precision="bf16")
+    for sound, found in run_worlds(plan.layout, drifted_shard, plan, copies, model=plan.model):
         assert sound == ""
-        assert "norm" in found and "on rank 3 is not that of rank 2" in found, found
+        assert name in found and f"on rank 3 is not that of rank {first}" in found, found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
