@@ -84,7 +84,8 @@ def operation_s(
     if operation.kind == "elementwise":
         return operation.count * np.maximum(memory_s * engine.elementwise_passes, device.kernel_s)
     if operation.kind == "attention":
-        rate = peak * device.attention_efficiency[backward] * engine.attention_factor * engine.matmul_factor
+        kernel = engine.attention_factor * (device.portable_attention if engine.portable_attention else 1.0)
+        rate = peak * device.attention_efficiency[backward] * kernel * engine.matmul_factor
         return np.maximum(operation.flops / rate, memory_s) + device.kernel_s
     depth = operation.k / (operation.k + device.matmul_half_depth)
     vector = min(peak, device.flops_per_s.get("fp32", peak))

@@ -29,8 +29,9 @@ class Device:
     What kernels reach of that: `matmul_efficiency` is the best large matrix product as a fraction of the peak, falling
     as k / (k + `matmul_half_depth`) for short inner dimensions; a product is cut into tiles of `matmul_tile` (rows,
     columns) that `num_cores` cores work on in waves, so a part-filled last wave costs a whole one (a tile of (1, 1)
-    means no such steps). `attention_efficiency` is that of the fused attention kernel, forward and backward, as a
-    fraction of the peak; `memory_efficiency` that of element-wise kernels as a fraction of the bandwidth,
+    means no such steps). `attention_efficiency` is that of the best fused attention kernel, forward and backward, as a
+    fraction of the peak, of which one that was not written for this device reaches the `portable_attention` part;
+    `memory_efficiency` that of element-wise kernels as a fraction of the bandwidth,
     `stream_efficiency` that of plain copies and sums of long buffers; `kernel_s` the least time that a kernel takes.
     """
 
@@ -43,6 +44,7 @@ class Device:
     matmul_efficiency: Fraction = 0.8
     matmul_half_depth: Whole = 0
     attention_efficiency: tuple[Fraction, Fraction] = (0.5, 0.4)
+    portable_attention: Fraction = 1.0
     memory_efficiency: Fraction = 0.8
     stream_efficiency: Fraction = 0.87
     kernel_s: NotNegative = 0.0

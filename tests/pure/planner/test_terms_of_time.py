@@ -99,6 +99,16 @@ def test_attention_has_an_efficiency_each_way() -> None:
     assert seconds(core, backward=True) == pytest.approx(flops / (0.4 * 100e12) + 1e-6)
 
 
+def test_a_kernel_for_all_devices_reaches_a_part_of_what_one_for_this_device_does() -> None:
+    core = Operation(name="attention", kind="attention", m=4096, n=2048, k=64, batch=8, products=2, bytes=0)
+    device = replace(KERNEL, portable_attention=0.7, kernel_s=0.0)
+    own, portable = (
+        float(compute.operation_s(core, device, 100e12, replace(BARE, portable_attention=portable)))
+        for portable in (False, True)
+    )
+    assert portable == pytest.approx(own / 0.7)
+
+
 def test_short_inner_dimensions_slow_a_product_and_each_call_has_a_start() -> None:
     product = Operation(name="up", kind="matmul", m=1024, n=512, k=192, bytes=0, count=3)
     flops = 3 * 2 * 1024 * 512 * 192
