@@ -13,7 +13,7 @@ from own_modules import first_step, on_ranks, relative
 
 import phalanx
 from phalanx.data.tokens import TokenWriter, mask_path
-from phalanx.errors import DataError, LayoutError
+from phalanx.errors import DataError, InputError, LayoutError
 from phalanx.own.prepare import prepare
 from phalanx.own.text import TokenDataset
 from phalanx.plan.layout import Layout
