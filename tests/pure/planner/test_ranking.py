@@ -11,17 +11,31 @@ from phalanx.plan.layout import Layout
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate
+from phalanx.planner.machinery import NEAR
 from phalanx.planner.ranking import Ranking, Task
 
 
-def test_of_equal_machinery_the_faster_replay_goes_first_whatever_the_bounds_say() -> None:
+def ranked(layouts: list[Layout], bounds_s: list[float], replayed_s: list[float]) -> Ranking:
+    """Layouts whose steps take what is said, by the bound and replayed."""
     task = Task(model=LLAMA, job=JOB, cluster=CLUSTER, runner=engine(), given={})
-    ranking = Ranking(task, of([Layout(data=8, micro_batch=size) for size in (1, 2)]))
-    ranking.step_s[:] = 1.0, 1.001
-    for row, seconds in enumerate((1.003, 1.002)):
+    ranking = Ranking(task, of(layouts))
+    ranking.step_s[:] = bounds_s
+    for row, seconds in enumerate(replayed_s):
         group, index = ranking.place(row)
         ranking.replayed[row] = seconds - float(group.tail_s[index])
+    return ranking
+
+
+def test_of_equal_machinery_the_faster_replay_goes_first_whatever_the_bounds_say() -> None:
+    ranking = ranked([Layout(data=8, micro_batch=size) for size in (1, 2)], [1.0, 1.001], [1.003, 1.002])
     assert ranking.simplest(ranking.best(1)[0]) == ranking.best(1)[0] == 1
+
+
+@pytest.mark.parametrize(("slower", "first"), [(0.9 * NEAR, 0), (1.1 * NEAR, 1)])
+def test_less_machinery_goes_first_only_where_it_is_as_good_as_the_fastest(slower: float, first: int) -> None:
+    ranking = ranked([Layout(data=8), Layout(tensor=2, data=4)], [1.0, 1.0], [1.0 + slower, 1.0])
+    assert ranking.best(1) == [1]
+    assert ranking.simplest(1) == first
 
 
 def test_only_layers_that_are_recomputed_cost_it() -> None:
