@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -179,23 +179,33 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def enumerate_all(
-    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, space: Space, given: Mapping[str, Any]
-) -> Candidates:
-    """Every way to use all devices of `cluster`: legal or not, but no two that mean the same.
+    model: ModelSpec,
+    job: JobSpec,
+    cluster: ClusterSpec,
+    space: Space,
+    given: Mapping[str, Any],
+    hopeless: Callable[[int, int], bool] = lambda tensor, num_ranks: False,
+) -> tuple[Candidates, Array]:
+    """Every way to use all devices of `cluster`: legal or not, but no two that mean the same; and for how many layouts
+    each stands: one, but where its tensor size among so many ranks is `hopeless` all with the same axis sizes.
 
     Left out are only twins: ZeRO on one data rank, sequence parallelism on one tensor rank, the order of micro-batches
     where there is one stage. Keys in `given` keep their value.
     """
     names = tuple(dict.fromkeys(["1f1b", *space.schedules, str(given.get("schedule", "1f1b"))]))
-    blocks = [np.empty((len(ARRAYS), 0), dtype=np.int64)]
+    blocks, times = [np.empty((len(ARRAYS), 0), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     for sizes in _sizes(model, cluster.num_devices, space, given):
         orders = np.array([(v, names.index(name)) for name, v in _orders(model, sizes[2], space, given)])
         micro_batches = np.array(_given(given, "micro_batch", divisors(max(1, job.global_batch // sizes[3]))))
         options = np.array(_options(model, sizes, cluster, space, given))
+        parts = orders, micro_batches, options
+        num_layouts = math.prod(map(len, parts))
+        if hopeless(sizes[0], math.prod(sizes)):
+            parts = orders[:1], micro_batches[:1], options[:1]
         order, micro_batch, option = (
-            grid.reshape(-1)
-            for grid in np.meshgrid(*(np.arange(len(part)) for part in (orders, micro_batches, options)), indexing="ij")
+            grid.reshape(-1) for grid in np.meshgrid(*(np.arange(len(part)) for part in parts), indexing="ij")
         )
+        times.append(np.full(len(order), num_layouts // max(1, len(order))))
         block = np.empty((len(ARRAYS), len(order)), dtype=np.int64)
         block[:4] = np.array(sizes)[:, None]
         block[4], block[6] = orders[order].T
@@ -205,7 +215,7 @@ def enumerate_all(
     columns: dict[str, Any] = dict(zip(ARRAYS, np.concatenate(blocks, axis=1), strict=True))
     columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
     extra = {key: given[key] for key in SHARED if given.get(key) is not None}
-    return Candidates(**columns, schedules=names, **extra)
+    return Candidates(**columns, schedules=names, **extra), np.concatenate(times)
 
 
 def _sizes(

@@ -20,14 +20,9 @@ from phalanx.units import format_bytes
 def prediction(job: JobSpec, engine: Engine, group: Group, index: int, pipeline_s: float) -> Prediction:
     """The Prediction of layout `index` of `group`; `pipeline_s` seconds of the pipeline, before the engine's factor."""
     step_s = engine.factor * (pipeline_s + float(group.tail_s[index]))
-    num_stages = group.footprint.held.elements.shape[1]
-    memory = tuple(
-        {
-            kind: int(np.broadcast_to(values, group.footprint.held.elements.shape)[index, stage])
-            for kind, values in group.footprint.memory.items()
-        }
-        for stage in range(num_stages)
-    )
+    shape = group.footprint.held.elements.shape
+    by_stage = {kind: np.broadcast_to(values, shape)[index].tolist() for kind, values in group.footprint.memory.items()}
+    memory = tuple({kind: int(values[stage]) for kind, values in by_stage.items()} for stage in range(shape[1]))
     return Prediction(
         memory_bytes=memory,
         step_s=step_s,

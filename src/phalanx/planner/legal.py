@@ -17,7 +17,6 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
     """For each rule, which layouts break it."""
     tensor, context = layouts.tensor, layouts.context
     ranks = tensor * context * layouts.pipeline * layouts.data
-    per_node = cluster.devices_per_node
     cut = context * np.where(layouts.sequence_parallel, tensor, 1)
     fewest, most = _virtual_stages(layouts)
     stages = layouts.num_stages
@@ -27,9 +26,7 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
     )
     too_long = model.positions == "learned" and job.seq_len > model.max_seq_len
     return {
-        "tensor does not divide heads, feed-forward or vocabulary": ~np.isin(tensor, allowed_tensor_sizes(model)),
-        "tensor group does not stay inside a node": (tensor > per_node)
-        | ((per_node % tensor > 0) & (ranks > per_node)),
+        **tensor_rules(model, cluster, tensor, ranks),
         "context × tensor does not divide the sequence": (job.seq_len % cut > 0) | too_long,
         "stages that the layers do not fill": uneven,
         "virtual stages that the schedule does not run": (layouts.virtual_stages < fewest)
@@ -45,6 +42,16 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
         & ((layouts.zero >= 2) | ((layouts.zero == 1) & (layouts.num_shards < layouts.data))),
         "recompute_every or recompute_layers that do not fit": _wrong_recompute(layouts),
         "more ranks than devices": ranks > cluster.num_devices,
+    }
+
+
+def tensor_rules(model: ModelSpec, cluster: ClusterSpec, tensor: Array, ranks: Array) -> dict[str, Array]:
+    """The first of the rules: those for which axis sizes decide alone."""
+    per_node = cluster.devices_per_node
+    outside = (tensor > per_node) | ((per_node % tensor > 0) & (ranks > per_node))
+    return {
+        "tensor does not divide heads, feed-forward or vocabulary": ~np.isin(tensor, allowed_tensor_sizes(model)),
+        "tensor group does not stay inside a node": outside,
     }
 
 

@@ -5,7 +5,7 @@ Exact: all layouts are priced by the bound, and replayed in its order until no u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.planner import certainty, legal
 from phalanx.planner.advice import reasons
-from phalanx.planner.candidates import Candidates, enumerate_all, of
+from phalanx.planner.candidates import Candidates, distinct, enumerate_all, of
 from phalanx.planner.comparison import Comparison, compare
 from phalanx.planner.engine import OURS, engine, profiles
 from phalanx.planner.ranking import Ordering, Ranking, Rejection, Task
@@ -65,7 +65,7 @@ def search(
         others = ", ".join(name for name in profiles() if name != OURS)
         what = f"{model.name} has experts, which the trainer does not run"
         raise LayoutError(what, instead=f"--engine, one of {others}")
-    everything, layouts, rejected = _legal(task)
+    looked_at, layouts, rejected = _legal(task)
     if not len(layouts):
         raise LayoutError(_nothing_legal(task, rejected))
     priced = Ranking(task, layouts)
@@ -82,7 +82,7 @@ def search(
     fastest, first = best[0], priced.simplest(best[0])
     rows = [first, *(row for row in best if row != first)][:top]
     plans = tuple(map(priced.plan, rows))
-    beside = compare(priced, first, plans[0], np.unique(everything.tensor).tolist())
+    beside = compare(priced, first, plans[0], sorted(looked_at))
     return Search(
         plans=plans,
         orderings=tuple(map(priced.orderings, rows)),
@@ -95,7 +95,7 @@ def search(
         beside=beside,
         front=tuple(priced.plan(row, priced.bound_s(row) if row != fastest else None) for row in priced.front(fastest)),
         rejected=tuple(rejected),
-        num_layouts=len(everything),
+        num_layouts=sum(looked_at.values()),
         num_fitting=int(priced.fits.sum()),
         num_replayed=len(priced.replayed),
         engine=task.runner.name,
@@ -130,10 +130,17 @@ def _counts(plan: Plan) -> str:
     return ", ".join(map(str, plan.layout.stage_layers or ()))
 
 
-def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:
-    """All candidates, the legal ones, and the rest by the first rule that each breaks."""
-    everything = enumerate_all(task.model, task.job, task.cluster, task.runner.space, task.given)
-    rules = legal.illegal(task.model, task.job, task.cluster, everything)
+def _legal(task: Task) -> tuple[dict[int, int], Candidates, list[Rejection]]:
+    """How many candidates of each tensor size there are, those that are legal, and the rest by the first rule that each
+    breaks."""
+    specs = (task.model, task.job, task.cluster)
+
+    def hopeless(tensor: int, num_ranks: int) -> bool:
+        found = legal.tensor_rules(task.model, task.cluster, np.array(tensor), np.array(num_ranks))
+        return any(map(bool, found.values()))
+
+    everything, times = enumerate_all(*specs, task.runner.space, task.given, hopeless)
+    rules = legal.illegal(*specs, everything)
     if task.runner.name == OURS:
         rules["what the trainer cannot run"] = legal.cannot_run(everything)
     broken, rejected = np.zeros(len(everything), dtype=bool), []
@@ -143,9 +150,12 @@ def _legal(task: Task) -> tuple[Candidates, Candidates, list[Rejection]]:
             example = everything.layout(int(fresh[0]))
             found = problems(task.model, task.job, task.cluster, example) or engine_problems(example)
             detail, instead = (found[0].what, found[0].instead) if found else (reason, "")
-            rejected.append(Rejection(reason=reason, count=len(fresh), example=example, detail=detail, instead=instead))
+            count = int(times[fresh].sum())
+            rejected.append(Rejection(reason=reason, count=count, example=example, detail=detail, instead=instead))
         broken |= mask
-    return everything, everything.take(np.flatnonzero(~broken)), rejected
+    sizes = everything.tensor[distinct(everything.tensor)[0]].tolist() if len(everything) else []
+    looked_at = {size: int(times[everything.tensor == size].sum()) for size in sizes}
+    return looked_at, everything.take(np.flatnonzero(~broken)), rejected
 
 
 def _nothing_legal(task: Task, rejected: list[Rejection]) -> list[Problem]:
@@ -160,12 +170,7 @@ def _nothing_legal(task: Task, rejected: list[Rejection]) -> list[Problem]:
 def _larger(task: Task, priced: Ranking) -> str:
     """The least change with which some layout fits, each tried: more nodes, a shorter sequence, a key of [layout] left
     out, devices with more memory."""
-    found = []
-    for times in (2, 4, 8, 16, 32, 64):
-        nodes = task.cluster.num_nodes * times
-        if _some_fit(replace(task, cluster=replace(task.cluster, num_nodes=nodes))):
-            found.append(f"cluster.num_nodes = {nodes}")
-            break
+    found = [f"cluster.num_nodes = {nodes}" for nodes in _enough(task)]
     for parts in (2, 4, 8, 16):
         seq_len = task.job.seq_len // parts
         if seq_len and _some_fit(replace(task, job=replace(task.job, seq_len=seq_len))):
@@ -179,6 +184,19 @@ def _larger(task: Task, priced: Ranking) -> str:
     row, needed = priced.smallest(np.arange(len(priced.layouts)))
     found.append(f"devices with {format_bytes(needed)}, for {priced.layouts.layout(row)}")
     return ", or ".join(found)
+
+
+def _enough(task: Task) -> Iterator[int]:
+    """How many nodes are enough, if any number below 64 times as many is: the first of 2, 4, 8 … times as many, or of
+    what lies one, two or three quarters of the way to it."""
+    there = task.cluster.num_nodes
+    for times in (2, 4, 8, 16, 32, 64):
+        more = times * there
+        if _some_fit(replace(task, cluster=replace(task.cluster, num_nodes=more))):
+            between = sorted({more * part // 8 for part in (5, 6, 7)} - {more, more // 2})
+            fewer = (n for n in between if _some_fit(replace(task, cluster=replace(task.cluster, num_nodes=n))))
+            yield next(fewer, more)
+            return
 
 
 def _without(task: Task, keys: Iterable[str]) -> Task:

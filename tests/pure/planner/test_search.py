@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 from planner_cases import CLUSTER, DEVICE, GPT, JOB, LLAMA
 
@@ -16,7 +17,9 @@ from phalanx.plan.layout import Layout, Outermost, Recompute
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import SCHEDULES
-from phalanx.planner.engine import profiles
+from phalanx.planner import legal
+from phalanx.planner.candidates import enumerate_all
+from phalanx.planner.engine import engine, profiles
 from phalanx.planner.explain import explain
 from phalanx.planner.machinery import NEAR
 from phalanx.planner.messages import of_step
@@ -218,6 +221,17 @@ def test_what_helps_is_tried_first() -> None:
     assert search(LLAMA, JOB, roomy, {"pipeline": 1, "tensor": 1, "zero": 0, "bucket_bytes": 2**20}).num_fitting
 
 
+def test_no_more_nodes_are_asked_for_than_are_enough() -> None:
+    """Six would do, and so do five; four do not."""
+    tight = replace(CLUSTER, num_nodes=3, devices_per_node=2, device=replace(DEVICE, memory_bytes=2600 * 2**10))
+    with pytest.raises(LayoutError) as caught:
+        search(LLAMA, JOB, tight)
+    assert caught.value.problems[0].instead.startswith("cluster.num_nodes = 5, or ")
+    assert search(LLAMA, JOB, replace(tight, num_nodes=5), top=1).plans
+    with pytest.raises(LayoutError):
+        search(LLAMA, JOB, replace(tight, num_nodes=4), top=1)
+
+
 def test_impossible_wishes_are_an_error() -> None:
     with pytest.raises(LayoutError, match="tensor 5 does not divide"):
         search(LLAMA, JOB, SMALL, {"tensor": 5, "data": 1, "pipeline": 1})
@@ -229,6 +243,23 @@ def test_rejected_layouts_are_counted_with_a_change_that_fits() -> None:
     assert sum(entry.count for entry in found.rejected) + found.num_fitting == found.num_layouts
     too_large = found.rejected[-1]
     assert too_large.reason == "does not fit into memory" and too_large.instead
+
+
+def test_what_no_option_can_save_is_counted_without_being_made() -> None:
+    """One layout stands for all that share hopeless axis sizes; the counts are those of all of them."""
+    specs = LLAMA, JOB, replace(CLUSTER, num_nodes=3, devices_per_node=6)
+    every, ones = enumerate_all(*specs, engine().space, {})
+    assert (ones == 1).all()
+    broken, counts = np.zeros(len(every), dtype=bool), {}
+    for reason, mask in legal.illegal(*specs, every).items():
+        if (mask & ~broken).any():
+            counts[reason] = int((mask & ~broken).sum())
+        broken |= mask
+    found = search(*specs)
+    assert found.num_layouts == len(every)
+    assert {entry.reason: entry.count for entry in found.rejected if entry.reason in counts} == counts
+    few, times = enumerate_all(*specs, engine().space, {}, lambda tensor, num_ranks: tensor == 9)
+    assert len(few) < len(every) == times.sum()
 
 
 def test_json_is_plain() -> None:
