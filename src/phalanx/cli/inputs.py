@@ -204,7 +204,23 @@ def ranked(run: RunSpec, *, top: int, engine: str = "phalanx") -> Search:
     except LayoutError as error:
         # The search speaks of all layouts it looked at; where the keys given are wrong by themselves, that is clearer.
         found = problems(run.model, run.job, run.cluster, _wanted(run))
-        raise LayoutError(_located(found or error.problems, run)) from error
+        found = [*found, *_besides(run, engine, found)] if found else list(error.problems)
+        raise LayoutError(_located(found, run)) from error
+
+
+def _besides(run: RunSpec, engine: str, found: Iterable[Problem]) -> tuple[Problem, ...]:
+    """What stays wrong once the keys of [layout] that `found` is about are left out: that nothing fits, say."""
+    from phalanx.planner.search import search
+
+    wrong = {problem.where for problem in found}
+    rest = {key: value for key, value in run.layout.items() if f"layout.{key}" not in wrong}
+    if len(rest) == len(run.layout):
+        return ()
+    try:
+        search(run.model, run.job, run.cluster, rest, engine_name=engine, top=1)
+    except LayoutError as error:
+        return tuple(problem for problem in error.problems if problem.where == run.cluster.name)
+    return ()
 
 
 def _wanted(run: RunSpec) -> Layout:

@@ -86,18 +86,18 @@ def _show(found: Search) -> None:
     first = found.plans[0]
     rows = [("", *COLUMNS), *((str(rank), *cells(line)) for rank, line in enumerate(summaries(found), start=1))]
     head, best, *others = entries([(row[0], *row[2:]) for row in rows], [row[1] for row in rows], console.width)
-    console.print(wrapped(heading(first), console.width))
-    console.print(f"\n{head}", style="dim")
-    console.print(best, style="bold")
-    console.print("\n".join(others))
-    if more := sum(map(len, found.orderings)):
-        text = f"each at its best: with other schedules, virtual stages or outermost axes, {more:,} more fit"
-        console.print(wrapped(text, console.width), style="dim")
     tables: dict[str, list[tuple[str, ...]]] = {}
     tables["Why the first"] = [("-", text) for text in (*found.reasons, f"{whole_run(first)} with the first")]
     tables |= {f"Beside it, by {kind}": rows for kind, rows in beside(found).items()}
     tables[f"{found.num_layouts:,} layouts, {found.num_fitting:,} fit (engine {found.engine})"] = rejections(found)
-    for title, texts in tables.items():
-        console.print(f"\n{title}", style="bold")
-        for line in columns(texts, console.width):
+    with console.capture() as shown:  # rich has an exit code of its own for a reader that is gone
+        console.print(wrapped(heading(first), console.width))
+        console.print(f"\n{head}", style="dim")
+        console.print(best, style="bold")
+        for line in others:
             console.print(line)
+        for title, texts in tables.items():
+            console.print(f"\n{title}", style="bold")
+            for line in columns(texts, console.width):
+                console.print(line)
+    sys.stdout.write(shown.get())

@@ -108,7 +108,7 @@ def _short(seconds: float) -> str:
     """As `47 min` or `8.9 d`."""
     number, unit = format_seconds(seconds).split(" ")
     value = float(number.replace(",", ""))
-    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
 def _range(step_s: float, low_s: float, high_s: float) -> str:
@@ -125,7 +125,8 @@ def heading(plan: Plan) -> str:
     count = f"{size / 1e9:,.3g}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
     return (
         f"{model.name}, {count} parameters, on {nodes}{cluster.devices_per_node} × {cluster.device.name}: "
-        f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step in {job.precision}"
+        f"{job.global_batch:,} sequence{'s' if job.global_batch > 1 else ''} of {job.seq_len:,} tokens a step in "
+        f"{job.precision}"
     )
 
 

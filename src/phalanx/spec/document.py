@@ -160,6 +160,8 @@ def _syntax_problem(name: str, text: str, message: str) -> Problem:
     instead = ""
     if re.fullmatch(r"[\w.-]+\s*=\s*[A-Za-z][\w./ -]*(#.*)?", line):
         instead = 'text needs quotes: key = "text" (true and false are written small)'
+    if reason.startswith(("Cannot overwrite", "Cannot declare")):
+        instead = "it stands above already: keep one of the two"
     if text.lstrip().startswith("{"):
         instead = "this looks like JSON: a plan.json goes to train, verify and schedule show, a run file is TOML"
     return Problem(what=f"is not TOML: {reason}: {line}", where=f"{name}:{number}", instead=instead)

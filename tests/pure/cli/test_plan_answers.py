@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,15 @@ def test_explain_page_and_plan(run_file: Path, tmp_path: Path, capsys: pytest.Ca
         (["layout.data=3"], ["--set layout.data=3: ", "job.global_batch = 63 or 66, or data = 2 or 4"]),
         (["layout.micro_batch=7"], ["does not divide global batch 64", "micro_batch = "]),
         (["cluster.num_nodes=1", "job.seq_len=1048576"], ["GiB of", "activations", "num_nodes = "]),
+        (
+            ["layout.tensor=3", 'cluster.device.memory_bytes="2 GiB"'],  # both at once
+            [
+                "tensor 3 does not divide 32 query heads",
+                "no layout fits into memory; of the smallest",
+                "GiB of 2 GiB: ",
+            ],
+        ),
+        (["layout.tensor=3", "layout.micro_batch=7"], ["tensor 3 does not", "micro-batch 7 × data 5 = 35 does not"]),
         (["job.global_batch=-4"], ["global_batch"]),
         (["cluster.device.memory_bytes=0"], ["memory_bytes"]),
         (["model.num_experts=8", "model.experts_per_token=2"], ["has experts", "--engine"]),
@@ -87,6 +97,24 @@ def test_bad_input_gets_one_clear_answer(
     assert not said.out
     for word in words:
         assert word in said.err
+
+
+def test_a_batch_that_divides_over_no_data_axis_is_said(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--top", "1", "--set", "job.global_batch=61"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "a global batch of 61 leaves no way to a data axis: 64 would divide over all 16 devices" in words
+    assert "micro-batch × data does not divide the global batch, e.g. micro-batch 1 × data 16 = 16 does not" in words
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(run_file: Path) -> None:
+    """`phalanx plan run.toml | head -1`: as of a program that SIGPIPE ended."""
+    code = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code, "plan", str(run_file), "--top", "1"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 def test_a_cluster_without_memory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

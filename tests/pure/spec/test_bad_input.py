@@ -65,6 +65,8 @@ TABLE = [
     ("[layout]", "[layout]\nname = 1", 14, "unknown key layout.name", "known: tensor"),
     ("[job]", "[job]\nnum_nodes = 4", 6, "unknown key job.num_nodes", "num_nodes belongs in [cluster]"),
     ("[layout]", "[layout]\nnum_processes = 4", 14, "unknown key layout.num_processes", "known: tensor"),
+    ('name = "tiny"', 'name = "tiny"\nname = "gpt2"', 3, "is not TOML", "stands above already: keep one"),
+    ('name = "tiny"', 'name = "tiny"\n[model]', 3, "is not TOML", "stands above already: keep one"),
     # types
     ("tensor = 2", 'tensor = "2"', 14, 'layout.tensor = "2"', "a whole number, at least 1", "without quotes"),
     ("tensor = 2", "tensor = 2.0", 14, "layout.tensor = 2.0", "a whole number", "write 2"),
