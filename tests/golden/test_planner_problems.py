@@ -162,11 +162,13 @@ def test_interleaving_holds_more() -> None:
         (20e9, 2, 8, 75.0),
         (20e9, 3, 8, 40.0),
         (175e9, 0, 64, 2800.0),
+        (175e9, 1, 64, 732.8),
+        (175e9, 2, 64, 388.3),
         (175e9, 3, 64, 43.75),
     ],
 )
 def test_model_states_of_sixteen_bytes(parameters: float, zero: int, shards: int, gigabytes: float) -> None:
-    """16-bit parameters and gradients, fp32 master and two moments (formulas.md, section 5)."""
+    """16-bit parameters and gradients, fp32 master and two moments."""
     states = engine("bigscience").states_for("fp16")
     held = states.parameter / (shards if zero >= 3 else 1)
     held += states.gradient / (shards if zero >= 2 else 1)
@@ -298,7 +300,7 @@ def test_eight_ranks_of_mixtral_each_hold_a_mistral() -> None:
 
 
 def test_tokens_on_their_way_to_experts() -> None:
-    """T k h × 2 bytes (formulas.md 7): 4,096 tokens to 2 of 8 experts of Mixtral are 64 MiB, of which 7/8 leave their
+    """T k h × 2 bytes: 4,096 tokens to 2 of 8 experts of Mixtral are 64 MiB, of which 7/8 leave their
     rank: 56 MiB over 234 GB/s of NVLink 3 are 251 us; over one 24 GB/s card per device, where 7/8 leave the node too,
     2.4 ms."""
     cut = cut_of(models.named("mixtral-8x7b"), 4096, Layout(data=8), 2)
