@@ -125,16 +125,25 @@ def _by_cost(
     return tuple(len(stage.layers) for stage in found)
 
 
-def repeated_layers(model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array) -> tuple[Array, Array]:
-    """How many layers of each stage are recomputed if any are, [cases, stages], and which case each layout is."""
+def repeated_layers(
+    model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array
+) -> tuple[Array, Array, Array]:
+    """How many layers of each stage are recomputed if any are, and whether its last one is, both [cases, stages]; and
+    which case each layout is."""
     first, case = distinct(layouts.recompute_every)
     different = layouts.recompute_every[first].tolist()
     if layouts.recompute_layers is None and different == [1]:
-        return per_stage[None], case
+        return per_stage[None], per_stage[None] > 0, case
     some = replace(layouts.layout(0), recompute="full")
     stages = split(model, seq_len, len(per_stage), per_stage.tolist())
-    cases = [replace(some, recompute_every=every) for every in different]
-    return np.array([[len(recomputed_layers(each, stage)) for stage in stages] for each in cases]), case
+    chosen = [
+        [recomputed_layers(replace(some, recompute_every=every), stage) for stage in stages] for every in different
+    ]
+    closing = [
+        [bool(again) and again[-1] == stage.layers[-1] for again, stage in zip(row, stages, strict=True)]
+        for row in chosen
+    ]
+    return np.array([[len(again) for again in row] for row in chosen]), np.array(closing), case
 
 
 def _thresholds(model: ModelSpec, stages: int) -> Array:
@@ -187,12 +196,12 @@ def _footprint(
     name = layouts.schedules[int(layouts.schedule[0])]
     places = timeline.stage_places(name, int(layouts.pipeline[0]), int(layouts.virtual_stages[0]))
     per_stage = stage_layers(model, job.seq_len, engine, layouts)
-    cases, case = repeated_layers(model, job.seq_len, layouts, per_stage)
-    repeated = cases[:, places]
+    repeated, closing, case = repeated_layers(model, job.seq_len, layouts, per_stage)
+    repeated = repeated[:, places]
     layers, ends = per_stage[places], (0, int(np.argmax((places == len(per_stage) - 1).any(0))))
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
-    chunk = memory.chunk_bytes(priced, layers, repeated, case)
+    chunk = memory.chunk_bytes(priced, layers, repeated, closing[:, places], case)
     by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, chunk, counts, ends)
     return Footprint(
         rows=rows,

@@ -96,17 +96,18 @@ def kept_bytes(block: Block, cut: Cut, recompute: Array) -> tuple[Any, Any]:
     return kept, working
 
 
-def chunk_bytes(costs: Costs, layers: Array, repeated: Array, case: Array) -> tuple[Array, Array]:
-    """What the fullest chunk of each coordinate keeps of one micro-batch, and what the layer needs that is being
-    recomputed, [layouts, coordinates]. `repeated` [cases, chunks, coordinates]: how many of `layers` [chunks,
-    coordinates] are, in the `case` of each layout."""
+def chunk_bytes(costs: Costs, layers: Array, repeated: Array, closing: Array, case: Array) -> tuple[Array, Array]:
+    """What the fullest chunk of each coordinate keeps of one micro-batch, and what the layer needs beyond it that is
+    being recomputed, [layouts, coordinates]. `repeated` [cases, chunks, coordinates]: how many of `layers` [chunks,
+    coordinates] are, in the `case` of each layout; `closing`: whether the last of them is. A layer that is not, behind
+    the last one that is, has left more than that one needs."""
     kept, plain = (_column(costs.at(each)) for each in (costs.kept_bytes, costs.kept_bytes_plain))
     largest = layers.max(0) * kept
     for number, again in enumerate(repeated):
         if (again != layers).any():
             rows = case == number
             largest[rows] = (again * kept[rows, None] + (layers - again) * plain[rows, None]).max(1)
-    return largest, (repeated.sum(1) > 0)[case] * _column(costs.at(costs.working_bytes))
+    return largest, closing.max(1)[case] * _column(costs.at(costs.working_bytes))
 
 
 def memory(

@@ -148,6 +148,16 @@ def test_recompute_keeps_the_rest_and_makes_one_layer_again() -> None:
     assert some == [4 * BOUNDARY + 3 * block.kept_bytes + block.kept_bytes]
 
 
+def test_what_later_layers_leave_is_enough_to_make_one_again() -> None:
+    """Where the last layer is not recomputed, it is gone when the one before is."""
+    block = layer()
+    assert kind("activations", recompute="full", recompute_layers=(3,)) == [3 * BOUNDARY + 4 * block.kept_bytes]
+    found = footprint(model=replace(LLAMA, num_layers=6), recompute="full", recompute_every=2)
+    assert found.memory["activations"].tolist() == [[3 * BOUNDARY + 3 * block.kept_bytes]]
+    halves = kind("activations", recompute="full", recompute_every=2, pipeline=2)  # layers 0 to 3 and 4 to 6
+    assert halves == [2 * (2 * BOUNDARY + 2 * block.kept_bytes), 2 * BOUNDARY + block.kept_bytes + block.kept_bytes]
+
+
 def test_what_the_allocator_and_libraries_take() -> None:
     loose = replace(BARE, fragmentation=1.25, context_bytes=7)
     (total,) = footprint().memory_bytes[0]
