@@ -15,8 +15,10 @@ import pytest
 import torch
 from helpers import RankFailed, run_ranks, run_worlds
 from tiny import tiny_model, tiny_plan
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from phalanx.errors import CommError, InputError, LayoutError, RunError
+from phalanx.launch.environment import tell_torchrun
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
@@ -254,6 +256,15 @@ def test_torchrun_and_our_agent_are_read_alike() -> None:
     agent = {**environ, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert (Process.read(agent).serves, Process.read(agent).attempt) == (False, 2)
     assert Process.read({}) is None
+
+
+def test_torchrun_ends_its_report_with_what_we_say(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    tell_torchrun("the layout needs 4\n    → start 4", {"TORCHELASTIC_ERROR_FILE": str(path)})
+    told = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
+    cause = str(ChildFailedError("phalanx", {0: told})).partition("Root Cause")[2]
+    assert "the layout needs 4\n" in cause and "→ start 4" in cause and "To enable traceback" not in cause
+    tell_torchrun("nobody asks", {})
 
 
 def test_srun_is_read() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import signal
 import sys
 from pathlib import Path
@@ -75,6 +74,7 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
         if launched.port:
             listen(launched.port).close()  # is it free?
     except InputError as error:
+        environment.tell_torchrun(str(error))
         if launched.local_rank:
             return error.exit_code
         raise
@@ -88,7 +88,12 @@ def _work(arguments: argparse.Namespace, launched: environment.Launched) -> int:
         run_dir.create()
         from phalanx.trainer.worker import work
 
-        explain = functools.partial(fold.report, plan.layout, run_dir, launched.rank)
+        def explain() -> str:
+            text = fold.report(plan.layout, run_dir, launched.rank)
+            if text:
+                environment.tell_torchrun(text)
+            return text
+
         return work(plan, run_dir, launched.rank, explain=explain)
 
 

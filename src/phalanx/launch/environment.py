@@ -6,9 +6,12 @@ started fits what the run needs. Found out, and complained about, before anythin
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -123,6 +126,15 @@ def check_alone(num_ranks: int, devices_per_node: int, environ: Mapping[str, str
         where="SLURM_NTASKS",
         instead=f"#SBATCH --ntasks={num_ranks}, and in the script: srun phalanx train …",
     )
+
+
+def tell_torchrun(text: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Why this process is about to fail, for the end of torchrun's own report. Nothing shortens that, but it ends with
+    what stands in the file that each process was given for this (torch.distributed.elastic.multiprocessing.errors)."""
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        error = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # it has been told already
+            Path(path).write_text(json.dumps({"message": error}))
 
 
 def num_gpus(devices: Path = Path("/dev")) -> int:

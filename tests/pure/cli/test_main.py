@@ -169,9 +169,12 @@ def test_wrong_number_of_processes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, processes: int, start: int
 ):
     Path("run.toml").write_text(RUN.replace("data = 1\n", ""))
-    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": str(processes)}.items():
+    Path("error.json").touch()  # where torchrun looks for what its processes failed of
+    told = {"TORCHELASTIC_ERROR_FILE": "error.json"}
+    for name, value in {**TORCHRUN, **told, "RANK": "0", "WORLD_SIZE": str(processes)}.items():
         monkeypatch.setenv(name, value)
     complaint = refused(capsys, "train", "run.toml")
+    assert json.loads(Path("error.json").read_text())["message"]["message"] in complaint
     assert f"needs a multiple of 4 processes, got {processes}" in complaint
     assert f"torchrun --nproc-per-node {start} " in complaint
 
