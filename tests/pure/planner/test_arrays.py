@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import CLUSTER, GPT, JOB, LLAMA
 
+from phalanx.plan import operations
+from phalanx.plan.cut import cut_of
 from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.legality import problems
 from phalanx.plan.plan import Prediction
 from phalanx.plan.schedule import SCHEDULES, schedule
 from phalanx.plan.shards import rank_buffers, rank_stages
 from phalanx.planner import legal, memory, timeline
-from phalanx.planner.candidates import MOST_KEYS, Candidates, distinct, of
+from phalanx.planner.candidates import MOST_KEYS, RECOMPUTES, Candidates, distinct, of
 from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate, stage_layers
 from phalanx.planner.search import predict
@@ -157,12 +159,19 @@ def predicted(**chosen: Any) -> Prediction:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_memory_and_time_of_some_recomputed_layers_lie_between(recompute: str) -> None:
-    """Each layer saves the same memory and costs the same seconds; a stage without any keeps everything."""
+    """Each layer saves the same memory and costs the same seconds; a stage without any keeps everything. Only one that
+    has none behind it needs room to be made again, which others have left by then."""
     none, one = predicted(), predicted(recompute=recompute, recompute_layers=(1, 0))
     half, whole = predicted(recompute=recompute, recompute_every=2), predicted(recompute=recompute)
     bare, first, some, full = (found.memory_bytes[0]["activations"] for found in (none, one, half, whole))
     assert full < some < first < bare
-    assert some - full == 2 * (first - some)
+    saved = bare - first
+    assert first - some == saved
+    model, layout = replace(LLAMA, num_layers=8), Layout(micro_batch=1)
+    cut = cut_of(model, JOB.seq_len, layout, 2)
+    block = operations.layer(model, cut, engine().kernels)
+    _, room = memory.kept_bytes(block, cut, np.array(RECOMPUTES.index(recompute)))
+    assert full == bare - 4 * saved + room
     assert one.memory_bytes[1] == none.memory_bytes[1]
     seconds = [found.step_s_by_kind["recompute"] for found in (none, half, whole)]
     assert seconds[0] == 0
