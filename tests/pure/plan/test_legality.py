@@ -112,6 +112,15 @@ REFUSED = {
             "job.global_batch = 6 or 12, or micro_batch = 2 or 4",
         ),
     ),
+    "micro-batch larger than a data rank's share": (
+        Layout(data=2, micro_batch=8),
+        {},
+        (
+            "layout.micro_batch",
+            "micro-batch 8 × data 2 = 16 does not divide global batch 8",
+            "job.global_batch = 16, or micro_batch = 4",
+        ),
+    ),
     "global batch smaller than data": (
         Layout(data=16),
         {},

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.schedule import SCHEDULES, Action, Schedule, schedule
-from phalanx.plan.schedule_check import ScheduleError, check
+from phalanx.plan import schedule_check
+from phalanx.plan.schedule import SCHEDULES, Action, Schedule, Transfer, schedule
+from phalanx.plan.schedule_check import (
+    ScheduleError,
+    _buffered_deadlock,
+    _Gap,
+    _out_of_order,
+    _paired_deadlock,
+    check,
+)
 from phalanx.plan.walk import walk
 
 SIZES = {"pipeline": st.integers(1, 16), "num_micro_batches": st.integers(1, 40)}
@@ -242,6 +250,44 @@ def test_a_deadlocking_order_is_refused():
     stuck = replace(made, name="ours", actions=(tuple(late), tuple(both_first)))
     with pytest.raises(ScheduleError, match="waits for itself: gradient of micro-batch 0 for stage 0"):
         check(stuck)
+
+
+def stuck(*coordinates):
+    """Why calls cannot all be completed. For each coordinate, its gaps between actions, each of words: "s01" and "r01"
+    are the send and the receive of message 1 on channel 0, from whoever sends it to the other of two coordinates."""
+
+    def calls(place, gap, kind):
+        ends = (place, 1 - place) if kind == "s" else (1 - place, place)
+        return tuple(
+            Transfer(source=ends[0], destination=ends[1], channel=int(word[1]), micro_batch=int(word[2]), stage=1)
+            for word in gap.split()
+            if word[0] == kind
+        )
+
+    gaps = [[_Gap(calls(at, gap, "s"), calls(at, gap, "r")) for gap in own] for at, own in enumerate(coordinates)]
+    return [proof(gaps) for proof in (_out_of_order, _buffered_deadlock, _paired_deadlock)]
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "fails"),
+    [
+        ([["s01", "r11"], ["r01", "s11"]], []),
+        ([["s01 s02"], ["r02 r01"]], [0]),  # the second is received first
+        ([["s01 s02 r11 r12"], ["s11 s12 r01 r02"]], [1]),  # both wait for room for their second message
+        ([["s01", "r11"], ["s11", "r01"]], [2]),  # both wait for the other to receive
+    ],
+    ids=["in turn", "out of order", "buffers full", "paired"],
+)
+def test_each_way_to_get_stuck_has_a_proof_of_its_own(coordinates, fails):
+    reasons = stuck(*coordinates)
+    assert [index for index, reason in enumerate(reasons) if reason] == fails
+
+
+@pytest.mark.parametrize("way", ["_out_of_order", "_buffered_deadlock", "_paired_deadlock"])
+def test_a_schedule_that_gets_stuck_in_any_of_them_is_refused(way, monkeypatch):
+    monkeypatch.setattr(schedule_check, way, lambda gaps: f"{way} says no")
+    with pytest.raises(ScheduleError, match=f"1f1b: {way} says no"):
+        check(schedule("1f1b", 2, 1, 2))
 
 
 def test_swapped_forwards_cannot_be_received_just_in_time():

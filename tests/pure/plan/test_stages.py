@@ -39,6 +39,16 @@ def test_an_empty_last_stage_only_where_the_head_outweighs_a_layer():
     assert len(split(equal, 64, 4)[-1].layers) == 1
 
 
+def test_an_embedding_costs_its_copies():
+    """A row is copied per token, and a position added where it is learned; the head multiplies each row and reads its
+    logit five times."""
+    for positions, copies in (("rope", 1), ("learned", 2)):
+        model = replace(TINY, positions=positions, num_layers=2)
+        stages = split(model, 64, 2, stage_layers=(0, 2))
+        layers = 2 * layer_cost(model, 64)
+        assert stage_costs(model, 64, stages) == (copies * 64, layers + (2 * 64 + 5) * model.vocab)
+
+
 def test_the_users_split_is_kept_even_with_empty_stages():
     """Case 28: a stage with only the embedding or only the head."""
     stages = split(TINY, 64, 4, stage_layers=(0, 3, 1, 0))

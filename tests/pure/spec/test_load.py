@@ -120,6 +120,15 @@ def test_every_field_of_the_specs_has_a_key():
     assert set(load.TABLES) == {"model", "cluster", "job", "layout", "launch"} | tables
 
 
+def test_values_that_just_agree_are_taken(tmp_path):
+    """A rate that does not fall, and a sequence as long as the positions that a model learns."""
+    path = write(tmp_path, f'[model]\nname = "gpt2"\n{JOB}[optimizer]\nlr = 1e-3\nmin_lr = 1e-3\n')
+    run = load.load(path, ["job.seq_len=1024"])
+    assert run.job.optimizer.min_lr == run.job.optimizer.lr and run.job.seq_len == run.model.max_seq_len
+    with pytest.raises(SpecError, match="longer than the model's 1024 learned positions"):
+        load.load(path, ["job.seq_len=1025"])
+
+
 class TestPaths:
     def test_in_the_file_they_start_from_its_folder(self, tmp_path, monkeypatch):
         path = write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[data]\npath = "a/../b"\ntext = "/x/*.txt"\n')
@@ -158,7 +167,10 @@ class TestPaths:
     def test_a_checkpoint_to_resume_from(self, tmp_path):
         path = write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[checkpoint]\nresume = "runs/1"\n')
         assert load.load(path).job.checkpoint.resume == str(tmp_path / "runs" / "1")
-        assert load.load(path, ["checkpoint.resume=never"]).job.checkpoint.resume == "never"
+        for word in ("auto", "never"):
+            assert load.load(path, [f"checkpoint.resume={word}"]).job.checkpoint.resume == word
+        path = write(tmp_path, f'[model]\nname = "tiny"\n{JOB}[checkpoint]\ninit_from = "weights"\n')
+        assert load.load(path).job.checkpoint.init_from == str(tmp_path / "weights")
 
     def test_home_is_expanded(self, tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", "/home/someone")
