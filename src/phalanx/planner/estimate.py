@@ -27,9 +27,10 @@ class Footprint:
     """Layouts that share pipeline size, places of stages and copies of kv heads, with what they need of memory.
 
     `rows` are their places among all candidates, `places` [chunks, coordinates] their stages, `layers` (same shape)
-    the layers of each, `repeated` [cases, chunks, coordinates] those of them that are recomputed, if any are, and
-    `case` [layouts] which of these cases each layout is; `memory` by kind is [layouts, coordinates]; `tied` [layouts,
-    coordinates]: elements of an embedding that a second coordinate holds as well.
+    the layers of each, `repeated` [cases, chunks, coordinates] those of them that are recomputed, if any are, `closing`
+    (same shape) whether the last of them is, and `case` [layouts] which of these cases each layout is; `memory` by kind
+    is [layouts, coordinates]; `tied` [layouts, coordinates]: elements of an embedding that a second coordinate holds as
+    well.
     """
 
     rows: Array
@@ -37,6 +38,7 @@ class Footprint:
     places: Array
     layers: Array
     repeated: Array
+    closing: Array
     case: Array
     costs: Costs
     held: memory.Held
@@ -57,6 +59,7 @@ class Footprint:
             places=self.places,
             layers=self.layers,
             repeated=self.repeated,
+            closing=self.closing,
             case=self.case[index],
             costs=self.costs.take(index),
             held=self.held.take(index),
@@ -197,11 +200,11 @@ def _footprint(
     places = timeline.stage_places(name, int(layouts.pipeline[0]), int(layouts.virtual_stages[0]))
     per_stage = stage_layers(model, job.seq_len, engine, layouts)
     repeated, closing, case = repeated_layers(model, job.seq_len, layouts, per_stage)
-    repeated = repeated[:, places]
+    repeated, closing = repeated[:, places], closing[:, places]
     layers, ends = per_stage[places], (0, int(np.argmax((places == len(per_stage) - 1).any(0))))
     held = memory.held_elements(model, layouts, layers, ends)
     counts = layouts.num_micro_batches(job.global_batch)
-    chunk = memory.chunk_bytes(priced, layers, repeated, closing[:, places], case)
+    chunk = memory.chunk_bytes(priced, layers, repeated, closing, case)
     by_kind = memory.memory(engine, job.precision, layouts, held, priced, layers, chunk, counts, ends)
     return Footprint(
         rows=rows,
@@ -209,6 +212,7 @@ def _footprint(
         places=places,
         layers=layers,
         repeated=repeated,
+        closing=closing,
         case=case,
         costs=priced,
         held=held,

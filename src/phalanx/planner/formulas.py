@@ -110,7 +110,8 @@ def _activations(plan: Plan, runner: Engine, footprint: Footprint) -> str:
         layout.schedule, layout.pipeline, layout.virtual_stages, of([layout]).num_micro_batches(job.global_batch)
     )
     number = layers if not whole else again
-    working_set = f" + {format_bytes(working)} while a layer is computed again" if working and again else ""
+    room = working and footprint.closing[0][:, 0].any()
+    working_set = f" + {format_bytes(working)} while a layer is computed again" if room else ""
     return (
         f"activations of pipeline rank 0 = micro-batches held × layers of a chunk × kept per layer = {held[0][0]} × "
         f"({number} × {format_bytes(kept)}{whole}){working_set} = "
