@@ -118,10 +118,10 @@ def expert_spread(model: ModelSpec, layout: Any) -> Size:
     )
 
 
-def _pieces(tensor: Size, holders: Size, chunks: int) -> tuple[Size, Size]:
+def _pieces(tensor: Size, holders: Size, chunks: Size) -> tuple[Size, Size]:
     """`opening` and `closing` of a Cut: a chunk of tokens that `holders` ranks hold parts of is a piece for each."""
-    if chunks == 1:
+    if np.all(chunks == 1):
         return 1, 1
-    closing = np.where(tensor > 1, chunks * holders, 1)
+    closing = np.where((tensor > 1) & (chunks > 1), chunks * holders, 1)
     opening = np.where(holders > 1, closing, 1)
     return (opening, closing) if np.ndim(tensor) else (int(opening), int(closing))

@@ -62,13 +62,13 @@ class Candidates:
     recompute_every: Array
     expert_group: Array
     outermost: Array
+    tensor_overlap_chunks: Array
     schedules: tuple[str, ...]
     bucket_bytes: int = Layout().bucket_bytes
     reduce: Reduce = "fp32"
     reduce_rank: int = 4
     reduce_fraction: float = 0.01
     overlap: bool = True
-    tensor_overlap_chunks: int = 1
     recompute_layers: tuple[int, ...] | None = None
     stage_layers: tuple[int, ...] | None = None
 
@@ -109,6 +109,11 @@ class Candidates:
         arrays = {name: getattr(self, name)[index] for name in ARRAYS}
         return Candidates(**arrays, schedules=self.schedules, **_shared(self))
 
+    def joined(self, others: Candidates) -> Candidates:
+        """These, and others after them, which share all that is no array."""
+        arrays: dict[str, Any] = {name: np.append(getattr(self, name), getattr(others, name)) for name in ARRAYS}
+        return Candidates(**arrays, schedules=self.schedules, **_shared(self))
+
     def layout(self, i: int) -> Layout:
         """The i-th as a Layout."""
         return Layout(
@@ -126,12 +131,13 @@ class Candidates:
             recompute_every=int(self.recompute_every[i]),
             expert_group=int(self.expert_group[i]),
             outermost=OUTERMOST[self.outermost[i]],
+            tensor_overlap_chunks=int(self.tensor_overlap_chunks[i]),
             **_shared(self),
         )
 
 
-ARRAYS = tuple(field.name for field in fields(Candidates))[:14]
-SHARED = tuple(field.name for field in fields(Candidates))[15:]
+ARRAYS = tuple(field.name for field in fields(Candidates))[:15]
+SHARED = tuple(field.name for field in fields(Candidates))[16:]
 
 
 def _shared(layouts: Candidates | Layout) -> dict[str, Any]:
@@ -144,7 +150,7 @@ def of(layouts: Sequence[Layout]) -> Candidates:
     schedules = tuple(dict.fromkeys(layout.schedule for layout in layouts))
     columns: dict[str, Any] = {name: np.array([getattr(layout, name) for layout in layouts]) for name in ARRAYS[:6]}
     columns["schedule"] = np.array([schedules.index(layout.schedule) for layout in layouts])
-    for name in ("zero", "sequence_parallel", *ARRAYS[10:13]):
+    for name in ("zero", "sequence_parallel", *ARRAYS[10:13], "tensor_overlap_chunks"):
         columns[name] = np.array([getattr(layout, name) for layout in layouts])
     columns["recompute"] = np.array([RECOMPUTES.index(layout.recompute) for layout in layouts])
     columns["outermost"] = np.array([OUTERMOST.index(layout.outermost) for layout in layouts])
@@ -197,12 +203,12 @@ def enumerate_all(
     for sizes in _sizes(model, cluster.num_devices, space, given):
         orders = np.array([(v, names.index(name)) for name, v in _orders(model, sizes[2], space, given)])
         micro_batches = np.array(_given(given, "micro_batch", divisors(max(1, job.global_batch // sizes[3]))))
-        options = np.array(_options(model, sizes, cluster, space, given))
-        parts = orders, micro_batches, options
+        choices = np.array(options(model, sizes, cluster, space, given))
+        parts = orders, micro_batches, choices
         num_layouts = math.prod(map(len, parts))
         if hopeless(sizes[0], math.prod(sizes)):
-            parts = orders[:1], micro_batches[:1], options[:1]
-        order, micro_batch, option = (
+            parts = orders[:1], micro_batches[:1], choices[:1]
+        order, micro_batch, choice = (
             grid.reshape(-1) for grid in np.meshgrid(*(np.arange(len(part)) for part in parts), indexing="ij")
         )
         times.append(np.full(len(order), num_layouts // max(1, len(order))))
@@ -210,7 +216,7 @@ def enumerate_all(
         block[:4] = np.array(sizes)[:, None]
         block[4], block[6] = orders[order].T
         block[5] = micro_batches[micro_batch]
-        block[7:] = options[option].T
+        block[7:] = choices[choice].T
         blocks.append(block)
     columns: dict[str, Any] = dict(zip(ARRAYS, np.concatenate(blocks, axis=1), strict=True))
     columns["sequence_parallel"] = columns["sequence_parallel"].astype(bool)
@@ -248,11 +254,10 @@ def _chunks(model: ModelSpec, name: str, pipeline: int) -> range:
     return range(fewest, min(most, max(1, model.num_layers // pipeline)) + 1)
 
 
-def _options(
+def options(
     model: ModelSpec, sizes: tuple[int, int, int, int], cluster: ClusterSpec, space: Space, given: Mapping[str, Any]
 ) -> list[tuple[int, ...]]:
-    """Values of ZeRO, sequence parallelism, recompute, the group that ZeRO cuts within, which layers recompute, over
-    how many ranks experts lie, and which axis is outermost."""
+    """Values of ZeRO and what follows it in ARRAYS, for axes of these sizes."""
     tensor, context, pipeline, data = sizes
     per_node = cluster.devices_per_node
     within = per_node // (tensor * context)
@@ -276,9 +281,10 @@ def _options(
     cell = tensor * context * pipeline
     inside_node = pipeline > 1 and data > 1 and per_node % cell == 0 and per_node < cell * data
     orders = [OUTERMOST.index(axis) for axis in _given(given, "outermost", OUTERMOST[: 1 + inside_node])]
+    chunks = int(given.get("tensor_overlap_chunks", 1))
     # A part of a node is what neighbours on the data axis share, which pipelines within a node are not.
     return [
-        (zero, flag, kind, group, every, spread, order)
+        (zero, flag, kind, group, every, spread, order, chunks)
         for (zero, group), flag, (kind, every), spread, order in itertools.product(
             cuts, flags, repeats, spreads, orders
         )

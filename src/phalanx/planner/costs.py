@@ -76,6 +76,7 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     data axis too), so each combination is priced once.
     """
     columns = [layouts.tensor, layouts.context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute]
+    columns += [layouts.tensor_overlap_chunks]
     if model.num_experts:
         columns += [layouts.data, layouts.expert_group, layouts.outermost, layouts.pipeline]
     first, inverse = distinct(*columns)
@@ -216,10 +217,10 @@ class _Pricer:
     def _alternating(self, message_s: Any, product_s: Any) -> Any:
         """What is waited for of messages that alternate with a product, chunk by chunk: one chunk's message or product
         is alone, and what outlasts the other. Without chunks all of it."""
-        if self.chunks == 1 or not self.layouts.overlap:
+        if not self.layouts.overlap or np.all(self.chunks == 1):
             return message_s
         both = np.maximum(message_s, product_s) + np.minimum(message_s, product_s) / self.chunks
-        return np.maximum(self.tax * message_s, both - product_s)
+        return np.where(self.chunks == 1, message_s, np.maximum(self.tax * message_s, both - product_s))
 
     def _backward_tensor(self, block: Block, recompute: Array) -> Any:
         """Waiting for the tensor axis in a layer's backward.

@@ -18,8 +18,8 @@ PLAIN = ("1f1b", "gpipe")
 def machinery(layouts: Candidates) -> Array:
     """How many of these each layout has: a tensor, context or pipeline axis; a schedule that is not plain; gradients or
     parameters that are cut (ZeRO 2 and 3), and that within groups; recompute, and that of some layers only; experts
-    within groups; an unusual axis outermost. ZeRO 1, sequence parallelism and the size of micro-batches count nothing.
-    """
+    within groups; an unusual axis outermost; products cut into chunks. ZeRO 1, sequence parallelism and the size of
+    micro-batches count nothing."""
     plain = [number for number, name in enumerate(layouts.schedules) if name in PLAIN]
     parts = (
         layouts.tensor > 1,
@@ -32,5 +32,6 @@ def machinery(layouts: Candidates) -> Array:
         layouts.recompute_every > 1,
         layouts.expert_group > 0,
         layouts.outermost > 0,
+        layouts.tensor_overlap_chunks > 1,
     )
     return np.asarray(np.sum(parts, axis=0))

@@ -40,20 +40,23 @@ class Rejection:
     instead: str
 
 
-ORDERING = ("schedule", "virtual_stages", "outermost")
-WAY = tuple(name for name in ARRAYS if name not in ORDERING)
-"""What makes two layouts different ways to cut the work. Those that differ in ORDERING alone cut it alike, and there
-may be dozens of them, many as fast as each other."""
+FINE = ("schedule", "virtual_stages", "outermost", "zero_group", "recompute_every", "tensor_overlap_chunks")
+WAY = tuple(name for name in ARRAYS if name not in FINE)
+"""What makes two layouts different ways to cut the work. Those that differ in FINE options alone are one way, and there
+may be hundreds of them, many as fast as each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ordering:
-    """Another schedule or order of axes with which one way to cut the work fits too: seconds of a step by the bound, so
-    at least; bytes of the fullest rank."""
+class Alike:
+    """Other fine options with which one way to cut the work fits too: seconds of a step by the bound, so at least;
+    bytes of the fullest rank."""
 
     schedule: str
     virtual_stages: int
     outermost: str
+    zero_group: int
+    recompute_every: int
+    tensor_overlap_chunks: int
     least_s: float
     memory_bytes: float
 
@@ -75,28 +78,36 @@ class Ranking:
     equals the smaller first."""
 
     def __init__(self, task: Task, layouts: Candidates, *, only_fitting: bool = True) -> None:
-        self.task, self.layouts, self.groups = task, layouts, list[Group]()
-        self.group_of = np.zeros(len(layouts), dtype=int)
-        self.index_of = np.zeros(len(layouts), dtype=int)
-        self.peak = memory.least(task.model, task.runner, task.job.precision, layouts)
+        self.task, self.layouts, self.groups = task, layouts.take(np.arange(0)), list[Group]()
+        self.limit = task.cluster.device.memory_bytes if only_fitting else np.inf
+        self.group_of, self.index_of = np.zeros(0, dtype=int), np.zeros(0, dtype=int)
+        self.exact, self.peak, self.step_s = np.zeros(0, dtype=bool), np.zeros(0), np.zeros(0)
         self.replayed: dict[int, float] = {}
-        self.exact = np.zeros(len(layouts), dtype=bool)
-        self.step_s = np.full(len(layouts), np.inf)
-        limit = task.cluster.device.memory_bytes if only_fitting else np.inf
+        self.add(layouts)
+
+    def add(self, layouts: Candidates) -> None:
+        """Price more layouts, which come after those that are here. They must name the same schedules."""
+        task, limit, before = self.task, self.limit, len(self.layouts)
         specs = (task.model, task.job, task.cluster, task.runner)
-        possible = np.flatnonzero(self.peak <= limit)
-        for footprint in footprints(*specs, layouts.take(possible)):
+        least = memory.least(task.model, task.runner, task.job.precision, layouts)
+        self.layouts, self.peak = self.layouts.joined(layouts), np.append(self.peak, least)
+        self.group_of = np.append(self.group_of, np.zeros(len(layouts), dtype=int))
+        self.index_of = np.append(self.index_of, np.zeros(len(layouts), dtype=int))
+        self.exact = np.append(self.exact, np.zeros(len(layouts), dtype=bool))
+        self.step_s = np.append(self.step_s, np.full(len(layouts), np.inf))
+        possible = before + np.flatnonzero(least <= limit)
+        for footprint in footprints(*specs, self.layouts.take(possible)):
             footprint = replace(footprint, rows=possible[footprint.rows])
             self.peak[footprint.rows] = footprint.memory_bytes.max(1)
             self.exact[footprint.rows] = True
             keep = self.peak[footprint.rows] <= limit
             if keep.any():
-                self._add(price(*specs, footprint.take(np.flatnonzero(keep))))
+                self._keep(price(*specs, footprint.take(np.flatnonzero(keep))))
         self.fits: Array = self.peak <= task.cluster.device.memory_bytes
         rows = np.flatnonzero(self.fits)
         self.order: Array = rows[np.lexsort((self.peak[rows], self.step_s[rows]))]
 
-    def _add(self, group: Group) -> None:
+    def _keep(self, group: Group) -> None:
         self.group_of[group.rows] = len(self.groups)
         self.index_of[group.rows] = np.arange(len(group.rows))
         self.step_s[group.rows] = group.step_s
@@ -161,22 +172,24 @@ class Ranking:
                 limit = sorted(best.values())[top - 1][0]
         return [row for _, _, row in sorted(best.values())[:top]]
 
-    def orderings(self, row: int) -> tuple[Ordering, ...]:
+    def alike(self, row: int) -> tuple[Alike, ...]:
         """Others that cut the work as candidate `row` does, in rising order of their bound."""
-        alike = self.order
+        rows, layouts = self.order, self.layouts
         for name in WAY:
-            column = getattr(self.layouts, name)
-            alike = alike[column[alike] == column[row]]
-        layouts = self.layouts
+            column = getattr(layouts, name)
+            rows = rows[column[rows] == column[row]]
         return tuple(
-            Ordering(
+            Alike(
                 schedule=layouts.schedules[layouts.schedule[other]],
                 virtual_stages=int(layouts.virtual_stages[other]),
                 outermost=OUTERMOST[layouts.outermost[other]],
+                zero_group=int(layouts.zero_group[other]),
+                recompute_every=int(layouts.recompute_every[other]),
+                tensor_overlap_chunks=int(layouts.tensor_overlap_chunks[other]),
                 least_s=float(self.step_s[other]),
                 memory_bytes=float(self.peak[other]),
             )
-            for other in alike.tolist()
+            for other in rows.tolist()
             if other != row
         )
 

@@ -20,8 +20,8 @@ from phalanx.planner.advice import reasons
 from phalanx.planner.candidates import Candidates, distinct, enumerate_all, of
 from phalanx.planner.comparison import Comparison, compare
 from phalanx.planner.engine import OURS, engine, profiles
-from phalanx.planner.ranking import Ordering, Ranking, Rejection, Task
-from phalanx.planner.variants import advised
+from phalanx.planner.ranking import Alike, Ranking, Rejection, Task
+from phalanx.planner.variants import HANDFUL, advised, around
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
@@ -30,13 +30,13 @@ from phalanx.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """`plans` best first, each with its Prediction, one for each way to cut the work; their other `orderings`, which
-    differ in schedule, virtual stages and outermost axis alone; `reasons` for the first, in words; `beside` it, the
+    """`plans` best first, each with its Prediction, one for each way to cut the work; others `alike` that
+    differ from each in fine options alone; `reasons` for the first, in words; `beside` it, the
     best of each shape and tensor size; the `front` of layouts that no other beats in both time and memory; `rejected`
     by reason; how many layouts were looked at, how many of them fit, and how many had their schedule replayed."""
 
     plans: tuple[Plan, ...]
-    orderings: tuple[tuple[Ordering, ...], ...]
+    alike: tuple[tuple[Alike, ...], ...]
     reasons: tuple[str, ...]
     beside: Comparison
     front: tuple[Plan, ...]
@@ -69,6 +69,9 @@ def search(
     if not len(layouts):
         raise LayoutError(_nothing_legal(task, rejected))
     priced = Ranking(task, layouts)
+    if engine_name == OURS and priced.fits.any():
+        priced.add(around(task, layouts.take(np.array(priced.best(HANDFUL), dtype=int))))
+    num_varied = len(priced.layouts) - len(layouts)
     if not priced.fits.all():
         rejected.append(priced.too_large())
     shifted = None if priced.fits.any() else priced.shifted()
@@ -85,7 +88,7 @@ def search(
     beside = compare(priced, first, plans[0], sorted(looked_at))
     return Search(
         plans=plans,
-        orderings=tuple(map(priced.orderings, rows)),
+        alike=tuple(map(priced.alike, rows)),
         reasons=(
             *reasons(plans, priced.plan(fastest), beside.shapes, task.runner.tie, task.given),
             *(advised(task, plans[0]) if engine_name == OURS else ()),
@@ -95,7 +98,7 @@ def search(
         beside=beside,
         front=tuple(priced.plan(row, priced.bound_s(row) if row != fastest else None) for row in priced.front(fastest)),
         rejected=tuple(rejected),
-        num_layouts=sum(looked_at.values()),
+        num_layouts=sum(looked_at.values()) + num_varied,
         num_fitting=int(priced.fits.sum()),
         num_replayed=len(priced.replayed),
         engine=task.runner.name,

@@ -178,7 +178,11 @@ def rejections(found: Search) -> list[tuple[str, ...]]:
 
 def as_json(found: Search) -> dict[str, Any]:
     """Everything that a search found, as plain values; keys are stable."""
+    first = found.plans[0]
     return {
+        "model": {"name": first.model.name, "num_parameters": first.model.num_parameters},
+        "cluster": {"name": first.cluster.name, "num_devices": first.cluster.num_devices},
+        "job": {"tokens_per_step": first.job.tokens_per_step, "num_steps": first.job.num_steps},
         "engine": found.engine,
         "num_layouts": found.num_layouts,
         "num_fitting": found.num_fitting,
@@ -187,8 +191,8 @@ def as_json(found: Search) -> dict[str, Any]:
             {**_plan(plan, found.engine), "alike": [asdict(each) for each in alike]}
             for plan, alike in zip(found.plans, found.alike, strict=True)
         ],
-        "messages": [_message(row) for row in of_step(found.plans[0], found.engine)],
-        "layer_messages": [_message(row) for row in of_layer(found.plans[0], found.engine)],
+        "messages": [_message(row) for row in of_step(first, found.engine)],
+        "layer_messages": [_message(row) for row in of_layer(first, found.engine)],
         "reasons": list(found.reasons),
         "shapes": [{"shape": name, **_beside(entry, found)} for name, entry in found.beside.shapes.items()],
         "scan": [{"tensor": size, **_beside(entry, found)} for size, entry in found.beside.scan.items()],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import get_args
 
 import numpy as np
@@ -23,6 +23,7 @@ from phalanx.planner.engine import engine, profiles
 from phalanx.planner.explain import explain
 from phalanx.planner.machinery import NEAR
 from phalanx.planner.messages import of_step
+from phalanx.planner.ranking import Alike
 from phalanx.planner.search import glance, predict, search
 from phalanx.planner.summary import as_json, summary
 from phalanx.spec.cluster import ClusterSpec
@@ -84,7 +85,9 @@ def stages_inside_nodes(tensor: int, pipeline: int, data: int, cluster: ClusterS
 
 
 @pytest.mark.parametrize(("model", "memory_bytes"), [(LLAMA, 2**34), (GPT, 6 * 2**20)], ids=["roomy", "tight"])
-def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int) -> None:
+def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variants aside, which are tried of the best alone (test_variants.py)."""
+    monkeypatch.setattr("phalanx.planner.search.HANDFUL", 0)
     job = replace(JOB, global_batch=4)
     model = replace(model, num_layers=5)
     cluster = replace(CLUSTER, num_nodes=2, devices_per_node=2, device=replace(DEVICE, memory_bytes=memory_bytes))
@@ -103,12 +106,12 @@ def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int) -> None:
     if step_s(found.plans[0]) == pytest.approx(near_to := min(best, key=lambda s: abs(s - first)), rel=1e-9):
         best.remove(near_to)  # otherwise it is its way's best that comes further down
     assert [step_s(plan) for plan in found.plans[1:]] == pytest.approx(best[:4], rel=1e-9)
-    for plan, orderings in zip(found.plans, found.orderings, strict=True):
+    for plan, fine in zip(found.plans, found.alike, strict=True):
         alike = [other.layout for other in tried if way(other) == way(plan) and other.layout != plan.layout]
-        others = [(layout.schedule, layout.virtual_stages, layout.outermost) for layout in alike]
-        listed = [(each.schedule, each.virtual_stages, each.outermost) for each in orderings]
-        assert sorted(listed) == sorted(others)
-        assert [each.least_s for each in orderings] == sorted(each.least_s for each in orderings)
+        options = [field.name for field in fields(Alike)][:6]
+        listed = [tuple(getattr(each, name) for name in options) for each in fine]
+        assert sorted(listed) == sorted(tuple(getattr(layout, name) for name in options) for layout in alike)
+        assert [each.least_s for each in fine] == sorted(each.least_s for each in fine)
     assert {tensor for tensor, entry in found.beside.scan.items() if entry.plan} == {p.layout.tensor for p in tried}
     for tensor, entry in found.beside.scan.items():
         if entry.plan is not None and tensor != found.plans[0].layout.tensor:
@@ -128,8 +131,9 @@ def shape(layout: Layout) -> str:
 
 
 def way(plan: Plan) -> Layout:
-    """The layout, but for how it orders what it has cut."""
-    return replace(plan.layout, schedule="1f1b", virtual_stages=1, outermost="pipeline")
+    """The layout, but for fine options."""
+    plain = {"schedule": "1f1b", "virtual_stages": 1, "outermost": "pipeline", "zero_group": 0, "recompute_every": 1}
+    return replace(plan.layout, **plain)
 
 
 def num_mechanisms(layout: Layout) -> int:
@@ -200,7 +204,8 @@ def test_nothing_fits_is_an_error_with_the_sum() -> None:
 
 
 def test_what_lies_just_beyond_the_memory_says_by_how_much() -> None:
-    given = {"tensor": 1, "pipeline": 1, "micro_batch": 1, "zero": 1, "recompute": "none", "sequence_parallel": False}
+    given = {"tensor": 1, "pipeline": 1, "micro_batch": 1, "zero": 1, "zero_group": 0}
+    given |= {"recompute": "none", "sequence_parallel": False}
     (plan,) = search(LLAMA, JOB, SMALL, given).plans
     assert plan.prediction is not None
     needed = max(sum(stage.values()) for stage in plan.prediction.memory_bytes)
@@ -245,8 +250,9 @@ def test_rejected_layouts_are_counted_with_a_change_that_fits() -> None:
     assert too_large.reason == "does not fit into memory" and too_large.instead
 
 
-def test_what_no_option_can_save_is_counted_without_being_made() -> None:
+def test_what_no_option_can_save_is_counted_without_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layout stands for all that share hopeless axis sizes; the counts are those of all of them."""
+    monkeypatch.setattr("phalanx.planner.search.HANDFUL", 0)
     specs = LLAMA, JOB, replace(CLUSTER, num_nodes=3, devices_per_node=6)
     every, ones = enumerate_all(*specs, engine().space, {})
     assert (ones == 1).all()
