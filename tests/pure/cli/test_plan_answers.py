@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,15 +47,25 @@ def test_the_table_says_why(run_file: Path, capsys: pytest.CaptureFixture[str]) 
         assert f"\n  {shape}" in text
 
 
-def test_json_holds_everything(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_what_its_document_says(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key is documented, and every documented key is there."""
     assert main(["plan", str(run_file), "--json", "--top", "2"]) == 0
     value = json.loads(capsys.readouterr().out)
-    keys = {"engine", "num_layouts", "num_fitting", "num_replayed", "plans", "messages", "reasons", "scan", "front"}
-    keys |= {"rejected", "layer_messages", "shapes"}
-    assert set(value) == keys
+    section = (Path(__file__).parents[3] / "docs" / "planning.md").read_text().split("## Keys of --json")[1]
+    rows = [row.split("|")[1:3] for row in section.split("\n## ")[0].splitlines() if row.startswith("| `")]
+    documented = {
+        key: set(re.findall(r"`(\w+)`", meaning)) for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)
+    }
+    assert set(documented) == set(value)
+    for key in ("plans", "messages", "rejected", "shapes"):
+        assert documented[key] >= set(value[key][0]), key
+    assert documented["model"] == {inner for key in ("model", "cluster", "job") for inner in value[key]}
+    assert set(value["front"][0]) <= set(value["plans"][0])
+    assert {*documented["scan"], "slower", "because", "plan"} == set(value["scan"][0])
     best = value["plans"][0]
     assert best["low_s"] < best["step_s"] < best["high_s"] and best["layout"]["tensor"] >= 1
     assert all(message["seconds"] >= 0 and message["link"] for message in value["messages"])
+    assert best["sent_bytes"] == sum(message["payload_bytes"] for message in value["messages"]) > 0
 
 
 def test_explain_page_and_plan(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
