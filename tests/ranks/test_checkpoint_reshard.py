@@ -71,12 +71,22 @@ def test_there_and_back_is_the_identity(name):
     check()
 
 
+def num_owned(layout: Layout) -> list[int]:
+    """Elements of the state that each rank writes."""
+    plan = tiny_plan(layout, MODELS["llama"], global_batch=24)
+    return [sum(piece.tensor.numel() for piece in pieces if piece.owned) for pieces in pieces_of(engines(plan))]
+
+
+def test_what_tensor_ranks_hold_copies_of_is_written_once():
+    """Norms, those of heads, and two kv heads on four ranks."""
+    assert sum(num_owned(Layout(tensor=4, data=2, zero=1))) == 3 * MODELS["llama"].num_parameters
+
+
 @pytest.mark.parametrize(
     "layout", [Layout(data=4), Layout(data=8, zero=1, zero_group=2), Layout(data=4, zero=3)], ids=str
 )
 def test_ranks_that_hold_the_same_share_the_writing(layout):
     """Each rank writes its share of every element, once, up to the padding of parts."""
-    plan = tiny_plan(layout, MODELS["llama"], global_batch=24)
-    owned = [sum(piece.tensor.numel() for piece in pieces if piece.owned) for pieces in pieces_of(engines(plan))]
-    assert sum(owned) == 3 * plan.model.num_parameters
+    owned = num_owned(layout)
+    assert sum(owned) == 3 * MODELS["llama"].num_parameters
     assert max(owned) <= 1.1 * sum(owned) / layout.num_ranks
