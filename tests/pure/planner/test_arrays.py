@@ -121,10 +121,16 @@ def test_the_bound_is_reached_by_equal_stages_without_transfers() -> None:
     assert timeline.replay_s("1f1b", times, 0, 4, 1, 8) == pytest.approx(least)
 
 
-@given(layout=layouts, model=st.sampled_from([LLAMA, GPT, replace(LLAMA, num_experts=6, experts_per_token=2)]))
+@given(
+    layout=layouts,
+    model=st.sampled_from([LLAMA, GPT, replace(LLAMA, num_experts=6, experts_per_token=2)]),
+    size=st.sampled_from([0, 0, 2, 3]),
+)
 @settings(max_examples=200, deadline=None)
-def test_no_layout_needs_less_than_the_least(layout: Layout, model: ModelSpec) -> None:
-    layout = replace(layout, virtual_stages=1)
+def test_no_layout_needs_less_than_the_least(layout: Layout, model: ModelSpec, size: int) -> None:
+    layout = replace(
+        layout, virtual_stages=1, zero_group=size if layout.zero and layout.data % max(1, size) == 0 else 0
+    )
     if problems(model, JOB, replace(CLUSTER, num_nodes=200), layout):
         return
     many, runner = of([layout]), engine("megatron-core-2024")

@@ -84,13 +84,23 @@ def stages_inside_nodes(tensor: int, pipeline: int, data: int, cluster: ClusterS
     return spread and cluster.devices_per_node % (tensor * pipeline) == 0
 
 
-@pytest.mark.parametrize(("model", "memory_bytes"), [(LLAMA, 2**34), (GPT, 6 * 2**20)], ids=["roomy", "tight"])
-def test_search_misses_no_layout(model: ModelSpec, memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "memory_bytes", "per_node"),
+    [
+        (replace(LLAMA, num_layers=5), 2**34, 2),
+        (replace(GPT, num_layers=5), 6 * 2**20, 2),
+        (replace(GPT, num_layers=3), 7 * 2**20, 3),
+    ],
+    ids=["roomy", "tight", "six devices"],
+)
+def test_search_misses_no_layout(
+    model: ModelSpec, memory_bytes: int, per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Variants aside, which are tried of the best alone (test_variants.py)."""
     monkeypatch.setattr("phalanx.planner.search.HANDFUL", 0)
-    job = replace(JOB, global_batch=4)
-    model = replace(model, num_layers=5)
-    cluster = replace(CLUSTER, num_nodes=2, devices_per_node=2, device=replace(DEVICE, memory_bytes=memory_bytes))
+    job = replace(JOB, global_batch=2 * per_node)
+    device = replace(DEVICE, memory_bytes=memory_bytes)
+    cluster = replace(CLUSTER, num_nodes=2, devices_per_node=per_node, device=device)
     found = search(model, job, cluster, top=5)
     tried = brute_force(model, job, cluster)
     assert found.num_fitting == len(tried)
