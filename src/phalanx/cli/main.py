@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(arguments)
         if unknown:
             word = unknown[0].partition("=")[0]
-            known = [option for action in self._actions for option in action.option_strings]
+            options = [option for action in self._actions for option in action.option_strings]
+            known = options if word.startswith("-") else ()
             raise InputError(f"unknown argument {word}", instead=_instead(word, known, self.prog))
         return found
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.inputs import add_run, ranked, writing
 from phalanx.cli.table import columns, entries, wrapped
-from phalanx.errors import InputError
+from phalanx.errors import InputError, Problem
 from phalanx.units import format_seconds
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (10)")
     parser.add_argument("--engine", default="phalanx", help="the training system that shall run it (phalanx)")
-    parser.add_argument("--explain", action="store_true", help="one layout in full: the best that keeps [layout]")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--explain", action="store_true", help="one layout in full: the best that keeps [layout]")
+    form.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="draw it as one HTML page")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PLAN", help="write the best plan, as phalanx train reads it"
     )
@@ -41,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from phalanx.planner.summary import as_json
     from phalanx.spec.load import load
 
-    if arguments.top < 1:
-        raise InputError(f"{arguments.top} layouts", where="--top", instead="1 or more")
+    _check(arguments)
     wanted = load(arguments.run, arguments.overrides)
     if wanted.cluster.num_devices >= MANY_DEVICES:
         _first_answer(wanted, arguments.engine)
@@ -64,6 +64,23 @@ def run(arguments: argparse.Namespace) -> int:
             found.plans[0].write(arguments.output)
         sys.stderr.write(f"wrote {arguments.output}: {found.plans[0].layout}\n")
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise InputError for what would fail only after the search."""
+    found = []
+    if arguments.top < 1:
+        found.append(Problem(what=f"{arguments.top} layouts", where="--top", instead="1 or more"))
+    for option, path in (("--html", arguments.html), ("--output", arguments.output)):
+        if path is not None and path.is_dir():
+            found.append(
+                Problem(what=f"cannot write {path}: it is a folder", where=option, instead="the name of a file")
+            )
+        elif path is not None and not path.parent.is_dir():
+            what = f"cannot write {path}: No such file or directory"
+            found.append(Problem(what=what, where=option, instead=f"make the folder {path.parent} first"))
+    if found:
+        raise InputError(found)
 
 
 def _first_answer(wanted: RunSpec, engine: str) -> None:

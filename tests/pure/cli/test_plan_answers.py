@@ -110,6 +110,19 @@ def test_bad_input_gets_one_clear_answer(
         assert word in said.err
 
 
+def test_what_would_fail_after_the_search_fails_before_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_file.parent
+    options = ["--top", "0", "--html", str(folder / "none" / "a.html"), "-o", str(folder)]
+    assert main(["plan", str(run_file), *options]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("phalanx: 3 problems\n--top: 0 layouts\n    → 1 or more\n--html: ")
+    assert f"make the folder {folder / 'none'} first" in said.err and f"cannot write {folder}: it is a fold" in said.err
+    assert main(["plan", str(run_file), "--json", "--explain"]) == 2
+    assert "--explain: not allowed with argument --json" in capsys.readouterr().err
+    assert main(["plan", str(run_file), "other.toml"]) == 2
+    assert "unknown argument other.toml\n    → phalanx plan --help" in capsys.readouterr().err
+
+
 def test_a_batch_that_divides_over_no_data_axis_is_said(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_file), "--top", "1", "--set", "job.global_batch=61"]) == 0
     words = " ".join(capsys.readouterr().out.split())
