@@ -119,4 +119,4 @@ def test_without_overlap_parameters_are_gathered_before_each_layer() -> None:
     slow = replace(GPUS, inter_node=replace(GPUS.inter_node, bytes_per_s=1e8))
     with_overlap, without = (predicted(slow, data=8, zero=3, overlap=overlap).step_s for overlap in (True, False))
     compute_s = predicted(slow, data=8, zero=3).step_s_by_kind["compute"]
-    assert without - with_overlap == pytest.approx(compute_s, rel=0.25)  # what messages outlast is hidden under them
+    assert without - with_overlap == pytest.approx(compute_s, rel=0.05)  # what messages outlast is hidden under them

@@ -125,7 +125,7 @@ def test_extremes_are_priced(machine: str) -> None:
     narrow = replace(model, hidden=256, head_dim=8, ffn=512)
     for used in engines(job.precision):
         full, half = (times(model, replace(job, seq_len=size), cluster, used, rings) for size in (131072, 65536))
-        assert full > 1.9 * half, used.name  # where messages rule, no more; attention grows with the square
+        assert 1.95 * half < full < 4 * half, used.name  # messages grow with the length, attention with its square
         assert times(large, replace(job, global_batch=3072, seq_len=2048), many, used, deep) > 1.0
         assert times(narrow, replace(job, global_batch=1, seq_len=128), cluster, used, [Layout()]) > 0
 
