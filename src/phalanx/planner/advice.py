@@ -38,13 +38,21 @@ def step_s(plan: Plan) -> float:
 
 
 def difference(plan: Plan, winner: Plan) -> str:
-    """The kind of time that `plan` spends most more of than `winner`, as words."""
+    """The kinds of time that `plan` spends more of than `winner`, as words: the largest, up to MOST of their sum."""
     assert plan.prediction is not None and winner.prediction is not None
     ours, theirs = plan.prediction.step_s_by_kind, winner.prediction.step_s_by_kind
-    kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
-    more = ours[kind] - theirs.get(kind, 0.0)
-    return f"{format_seconds(more)} more in {NAMES.get(kind, kind)}" if more > 0 else "no slower in any part"
+    more = {kind: ours[kind] - theirs.get(kind, 0.0) for kind in ours}
+    losses = sorted(((seconds, kind) for kind, seconds in more.items() if seconds > 0), reverse=True)
+    words, told, total = list[str](), 0.0, sum(seconds for seconds, _ in losses)
+    for seconds, kind in losses[:3]:
+        if told < MOST * total:
+            words.append(f"{format_seconds(seconds)} {'' if words else 'more '}in {NAMES.get(kind, kind)}")
+        told += seconds
+    return ", ".join(words) or "no slower in any part"
 
+
+MOST = 0.75
+"""Of what a layout loses, at least so much is told by kind, in three kinds at most."""
 
 NAMES = {
     "tensor": "messages inside layers",
@@ -53,7 +61,7 @@ NAMES = {
     "transfer": "messages between stages",
     "gathers": "gathering parameters",
     "recompute": "computing activations again",
-    "compute": "compute (smaller or fewer products per device)",
+    "compute": "compute",
     "host": "issuing kernels",
     "optimizer": "the optimizer",
 }

@@ -51,8 +51,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"Time of a step: {format_seconds(step_s)}, on the pipeline rank with most work"
     for kind, seconds in plan.prediction.step_s_by_kind.items():
         if seconds > 1e-9 * step_s:  # less is what rounding left
-            name, _, _ = NAMES.get(kind, kind).partition(" (")
-            yield f"  {format_seconds(seconds):>10} {seconds / step_s:6.1%}  {name}"
+            yield f"  {format_seconds(seconds):>10} {seconds / step_s:6.1%}  {NAMES.get(kind, kind)}"
 
 
 def _messages(plan: Plan, engine_name: str, rows: Sequence[Priced]) -> Iterator[str]:

@@ -65,7 +65,7 @@ def page(found: Search) -> str:
 def _kinds(plan: Plan) -> Mapping[str, float]:
     """Seconds by kind, each kind in words."""
     assert plan.prediction is not None
-    return {NAMES.get(kind, kind).partition(" (")[0]: s for kind, s in plan.prediction.step_s_by_kind.items()}
+    return {NAMES.get(kind, kind): seconds for kind, seconds in plan.prediction.step_s_by_kind.items()}
 
 
 def _ranked(found: Search) -> str:

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from phalanx.plan.layout import Layout
-from phalanx.planner.search import Search, search
+from phalanx.plan.plan import Plan
+from phalanx.planner.advice import difference
+from phalanx.planner.search import Search, predict, search
 from phalanx.planner.summary import beside
 from phalanx.spec import clusters, models
 from phalanx.spec.job import JobSpec
@@ -78,3 +80,21 @@ def test_the_first_is_among_those_beside_it_and_no_other_is_called_so() -> None:
     assert sizes == ["tensor 1", "tensor 2", "tensor 4", "tensor 8"]
     for entry in (*result.beside.shapes.values(), *result.beside.scan.values()):
         assert entry.because and (entry.plan is None) == (entry.slower == float("inf"))
+
+
+def test_most_of_a_loss_is_told_by_kind() -> None:
+    job = JobSpec(global_batch=8, seq_len=1024, num_steps=1)
+    plan = predict(models.named("gpt2"), job, clusters.named("dgx-a100"), Layout(data=8))
+    assert plan.prediction is not None
+
+    def spending(**seconds: float) -> Plan:
+        assert plan.prediction is not None
+        kinds = {"compute": 8.0, "tensor": 0.0, "pipeline": 0.0, "data": 1.0, **seconds}
+        return replace(plan, prediction=replace(plan.prediction, step_s_by_kind=kinds))
+
+    winner = spending()
+    assert difference(spending(tensor=2.0, pipeline=0.5, data=0.0), winner) == "2 s more in messages inside layers"
+    assert difference(spending(compute=9.0, tensor=2.0, pipeline=0.1), winner) == (
+        "2 s more in messages inside layers, 1 s in compute"
+    )
+    assert difference(winner, winner) == difference(spending(data=0.5), winner) == "no slower in any part"
