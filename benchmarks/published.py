@@ -122,7 +122,7 @@ def _row(raw: Any, file: str) -> Row:
     if not isinstance(raw, dict):
         raise Skip("not a table")
     source, framework = str(raw.get("source_id") or file), str(raw.get("framework") or "")
-    if "ZeRO-3" in framework:
+    if source.startswith("sc21") and "ZeRO-3" in framework:
         source += ", ZeRO 3 of 2021"
     if "lora" in str(raw.get("task")).lower():
         raise Skip("trains a part of the parameters only")

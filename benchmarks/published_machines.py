@@ -52,7 +52,6 @@ NOMINAL = 0.989
 """Usable part of nominal memory where nobody printed it, as in clusters.toml."""
 
 ENGINES = (
-    ("deepspeed zero-3", "deepspeed-2021"),
     ("bigscience", "bigscience"),
     ("megatron-deepspeed", "megatron-deepspeed"),
     ("nemo launcher 2023", "nemo-2023"),
@@ -66,7 +65,12 @@ ENGINES = (
     ("megatron", "megatron-2021"),
 )
 
-BY_SOURCE = {"seqsel_t5": "megatron-2022", "mt_nlg_530b": "deepspeed-pipeline", "vtrain_single": "vtrain-node"}
+BY_SOURCE = {
+    "seqsel_t5": "megatron-2022",
+    "mt_nlg_530b": "deepspeed-pipeline",
+    "vtrain_single": "vtrain-node",
+    "sc21_t2, ZeRO 3 of 2021": "deepspeed-2021",
+}
 
 FALLBACK = "generic"
 

@@ -124,6 +124,14 @@ def test_the_number_of_parameters_tells_whether_the_embedding_is_tied(tmp_path: 
     assert bias["yes"] == bias["counted once"] == bias["another model's"] > bias["no"] == bias["counted twice"]
 
 
+def test_only_one_source_ran_the_first_zero_3(tmp_path: Path) -> None:
+    third = SHARDED | {"framework": "DeepSpeed ZeRO-3", "precision": "bf16"}
+    rows = [third | {"source_id": name} for name in ("sc21_t2", "elsewhere")]
+    sources = accuracy(tmp_path / "rows.json", rows)["sources"]
+    assert list(sources) == ["sc21_t2, ZeRO 3 of 2021", "elsewhere"]
+    assert sources["elsewhere"]["bias"] < sources["sc21_t2, ZeRO 3 of 2021"]["bias"]
+
+
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for text in ("{", "3", '{"other": []}'):
