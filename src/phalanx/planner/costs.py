@@ -80,11 +80,19 @@ def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     if model.num_experts:
         columns += [layouts.data, layouts.expert_group, layouts.outermost, layouts.pipeline]
     first, inverse = distinct(*columns)
-    return _priced(model, job, cluster, engine, layouts.take(first), inverse)
+    some = layouts.recompute_layers is not None or bool(np.any(layouts.recompute_every > 1))
+    return _priced(model, job, cluster, engine, layouts.take(first), inverse, some_recomputed=some)
 
 
 def _priced(
-    model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates, which: Array
+    model: ModelSpec,
+    job: JobSpec,
+    cluster: ClusterSpec,
+    engine: Engine,
+    layouts: Candidates,
+    which: Array,
+    *,
+    some_recomputed: bool,
 ) -> Costs:
     cut = cut_of(model, job.seq_len, layouts, ELEMENT_BYTES[job.precision], eight_bit=str(job.precision) == "fp8")
     layer = operations.layer(model, cut, engine.kernels)
@@ -92,7 +100,7 @@ def _priced(
     price = _Pricer(cluster, job.precision, engine, layouts, cut, places["tensor"])
     forward, backward = price.layer(layer, places["context"], layouts.recompute)
     plain = backward
-    if np.any(layouts.recompute_every > 1) or layouts.recompute_layers is not None:  # else no layer is left out
+    if some_recomputed:  # else no layer is left out
         plain = price.layer(layer, places["context"], np.full_like(layouts.recompute, memory.NONE))[1]
     embedding = operations.embedding(model, cut, engine.kernels)
     head = operations.head(model, cut, engine.kernels)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from planner_cases import CLUSTER, JOB, LLAMA
 
 from phalanx.plan.layout import Layout
-from phalanx.planner.candidates import of
+from phalanx.planner import legal
+from phalanx.planner.candidates import enumerate_all, of
 from phalanx.planner.engine import engine
 from phalanx.planner.estimate import estimate
 from phalanx.planner.machinery import NEAR
 from phalanx.planner.ranking import Ranking, Task
+from phalanx.spec.model import ModelSpec
 
 
 def ranked(layouts: list[Layout], bounds_s: list[float], replayed_s: list[float]) -> Ranking:
@@ -47,3 +50,25 @@ def test_only_layers_that_are_recomputed_cost_it() -> None:
         backward.append(group.times.backward_s[0])
     none, whole, part = backward
     assert part - none == pytest.approx((whole - none) * [2 / 4, 1 / 4])
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("phalanx", LLAMA),
+        ("megatron-core-2024", replace(LLAMA, num_experts=6, experts_per_token=2)),
+    ],
+)
+def test_layouts_cost_alone_what_they_cost_among_others(name: str, model: ModelSpec) -> None:
+    """Prices of blocks are made once for all layouts that share them."""
+    cluster, runner = replace(CLUSTER, num_nodes=2, devices_per_node=6), engine(name)
+    task = Task(model=model, job=JOB, cluster=cluster, runner=runner, given={})
+    every, _ = enumerate_all(model, JOB, cluster, runner.space, {})
+    broken = np.any(list(legal.illegal(model, JOB, cluster, every).values()), axis=0)
+    every = every.take(np.flatnonzero(~broken))
+    together = Ranking(task, every)
+    assert set(np.unique(every.recompute_every)) == set(runner.space.recompute_every)
+    for row in np.random.default_rng(1).choice(len(every), 60, replace=False).tolist():
+        alone = Ranking(task, of([every.layout(row)]))
+        assert together.step_s[row] == pytest.approx(float(alone.step_s[0]), rel=1e-9), every.layout(row)
+        assert together.peak[row] == alone.peak[0]
