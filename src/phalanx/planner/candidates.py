@@ -105,8 +105,8 @@ class Candidates:
         return global_batch // (self.micro_batch * self.data)
 
     def take(self, index: Array) -> Candidates:
-        """Those at `index` (numbers or a mask)."""
-        arrays = {name: getattr(self, name)[index] for name in ARRAYS}
+        """Those at `index`, numbers."""
+        arrays = {name: getattr(self, name).take(index) for name in ARRAYS}
         return Candidates(**arrays, schedules=self.schedules, **_shared(self))
 
     def joined(self, others: Candidates) -> Candidates:

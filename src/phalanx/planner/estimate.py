@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.plan.groups import kv_copies
 from phalanx.plan.plan import Plan
 from phalanx.plan.schedule import SCHEDULES
-from phalanx.plan.stages import recomputed_layers, split
+from phalanx.plan.stages import split
 from phalanx.plan.walk import Walk
 from phalanx.planner import data_axis, memory, network, timeline
 from phalanx.planner.candidates import Array, Candidates, distinct, of
@@ -128,25 +128,16 @@ def _by_cost(
     return tuple(len(stage.layers) for stage in found)
 
 
-def repeated_layers(
-    model: ModelSpec, seq_len: int, layouts: Candidates, per_stage: Array
-) -> tuple[Array, Array, Array]:
+def repeated_layers(layouts: Candidates, per_stage: Array) -> tuple[Array, Array, Array]:
     """How many layers of each stage are recomputed if any are, and whether its last one is, both [cases, stages]; and
-    which case each layout is."""
+    which case each layout is. As plan.stages.recomputed_layers has them, counted."""
     first, case = distinct(layouts.recompute_every)
-    different = layouts.recompute_every[first].tolist()
-    if layouts.recompute_layers is None and different == [1]:
-        return per_stage[None], per_stage[None] > 0, case
-    some = replace(layouts.layout(0), recompute="full")
-    stages = split(model, seq_len, len(per_stage), per_stage.tolist())
-    chosen = [
-        [recomputed_layers(replace(some, recompute_every=every), stage) for stage in stages] for every in different
-    ]
-    closing = [
-        [bool(again) and again[-1] == stage.layers[-1] for again, stage in zip(row, stages, strict=True)]
-        for row in chosen
-    ]
-    return np.array([[len(again) for again in row] for row in chosen]), np.array(closing), case
+    if layouts.recompute_layers is not None:
+        counts = np.minimum(per_stage, np.array(layouts.recompute_layers))[None]
+        return counts, (counts == per_stage) & (counts > 0), case
+    every, stops = layouts.recompute_every[first][:, None], np.cumsum(per_stage)
+    counts = -(-stops // every) - -(-(stops - per_stage) // every)
+    return counts, (per_stage > 0) & ((stops - 1) % every == 0), case
 
 
 def _thresholds(model: ModelSpec, stages: int) -> Array:
@@ -199,7 +190,7 @@ def _footprint(
     name = layouts.schedules[int(layouts.schedule[0])]
     places = timeline.stage_places(name, int(layouts.pipeline[0]), int(layouts.virtual_stages[0]))
     per_stage = stage_layers(model, job.seq_len, engine, layouts)
-    repeated, closing, case = repeated_layers(model, job.seq_len, layouts, per_stage)
+    repeated, closing, case = repeated_layers(layouts, per_stage)
     repeated, closing = repeated[:, places], closing[:, places]
     layers, ends = per_stage[places], (0, int(np.argmax((places == len(per_stage) - 1).any(0))))
     held = memory.held_elements(model, layouts, layers, ends)
@@ -238,9 +229,9 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     """Seconds of every layout of one footprint."""
     layouts, priced, places = footprint.layouts, footprint.costs, footprint.places
     num_micro_batches = layouts.num_micro_batches(job.global_batch)
-    per_stage = np.empty(places.size, dtype=int)
+    per_stage = np.empty(places.size)
     per_stage[places] = footprint.layers
-    repeated = np.empty((len(footprint.repeated), places.size), dtype=int)
+    repeated = np.empty((len(footprint.repeated), places.size))
     repeated[:, places] = footprint.repeated
     links = network.placements(cluster, layouts)
     layer = memory.elements(model, layouts).layer
@@ -254,7 +245,7 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     for first in distinct(rules)[0]:
         rows, name = np.flatnonzero(rules == rules[first]), layouts.schedules[layouts.schedule[first]]
         pipeline_s[rows] = timeline.bound(name, times.take(rows), places, num_micro_batches[rows])
-    forward_s, backward_s = times.forward_s[:, places], times.backward_s[:, places]
+    forward_s, backward_s = (np.take(each, places, axis=1) for each in (times.forward_s, times.backward_s))
     windows = (backward_s.sum(1), forward_s.sum(1))
     tail = data_axis.tail(cluster, engine, job.precision, footprint, links, num_micro_batches, *windows)
     # A later coordinate ends its last backward earlier than the first: that much of its tail costs nothing.

@@ -101,8 +101,8 @@ def chunk_bytes(costs: Costs, layers: Array, repeated: Array, closing: Array, ca
     being recomputed, [layouts, coordinates]. `repeated` [cases, chunks, coordinates]: how many of `layers` [chunks,
     coordinates] are, in the `case` of each layout; `closing`: whether the last of them is. A layer that is not, behind
     the last one that is, has left more than that one needs."""
-    kept, plain = (_column(costs.at(each)) for each in (costs.kept_bytes, costs.kept_bytes_plain))
-    largest = layers.max(0) * kept
+    kept, plain = (_column(costs.at(each)).astype(float) for each in (costs.kept_bytes, costs.kept_bytes_plain))
+    largest = layers.max(0).astype(float) * kept
     for number, again in enumerate(repeated):
         if (again != layers).any():
             rows = case == number
@@ -130,7 +130,7 @@ def memory(
     last = np.arange(pipeline) == ends[1]
     states = engine.states_for(precision)
     shards, zero = _column(layouts.data * layouts.context), _column(layouts.zero)
-    flight = np.empty((len(layouts), pipeline), dtype=int)
+    flight = np.empty((len(layouts), pipeline))
     for number in layouts.schedule[distinct(layouts.schedule)[0]]:
         rows = layouts.schedule == number
         flight[rows] = in_flight(layouts.schedules[number], pipeline, len(layers), num_micro_batches[rows])
@@ -139,7 +139,7 @@ def memory(
     logits = last * (_column(costs.at(costs.logits)) * loss_bytes + 2 * boundary)
     # Backward ends with all gradients of a chunk, and has freed its logits and activations by then.
     passing = held.elements * states.transient / len(layers)
-    transient = np.maximum(0.0, passing - chunk[0] - logits)
+    transient = np.maximum(0.0, passing - chunk[0] - logits) if states.transient else 0.0
     unit = held.elements / np.maximum(1, layers.sum(0))
     copies = 2 if layouts.reduce in WITH_ERRORS else 1  # an error beside each gradient
     by_kind = {
@@ -215,10 +215,11 @@ class Held:
 
 def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tuple[int, int]) -> Held:
     """What each coordinate holds; `ends` hold the embedding and the head."""
-    pipeline = layers.shape[1]
-    first, last = np.arange(pipeline) == ends[0], np.arange(pipeline) == ends[1]
     count = elements(model, layouts)
-    parts: Array = layers.sum(0) * _column(count.layer) + first * _column(count.embedding) + last * _column(count.head)
+    layer, embedding, head = (_column(each).astype(float) for each in (count.layer, count.embedding, count.head))
+    parts: Array = layers.sum(0).astype(float) * layer  # as floats, which hold such whole numbers exactly
+    parts[:, ends[0] : ends[0] + 1] += embedding
+    parts[:, ends[1] : ends[1] + 1] += head
     group = layouts.shard_group
     if not model.num_experts:
         shard = parts / _column(group * layouts.context)

@@ -34,9 +34,9 @@ class StageTimes:
     def take(self, index: Array) -> StageTimes:
         """The layouts at `index`."""
         return StageTimes(
-            forward_s=self.forward_s[index],
-            backward_s=self.backward_s[index],
-            weight_s=self.weight_s[index],
+            forward_s=self.forward_s.take(index, axis=0),
+            backward_s=self.backward_s.take(index, axis=0),
+            weight_s=self.weight_s.take(index, axis=0),
             transfer_s=self.transfer_s[index],
         )
 
@@ -106,8 +106,8 @@ def bound(name: str, times: StageTimes, places: Array, num_micro_batches: Array)
     split = name in SPLIT_BACKWARD
     way_back = 0.0 * both if split else times.backward_s
     passed = times.forward_s + way_back
-    before = (np.cumsum(passed, 1) - passed + (1.0 if split else 2.0) * transfer * hops)[:, places[0]]
-    own = both[:, places].sum(1) * num_micro_batches[:, None]
+    before = (np.cumsum(passed, 1) - passed + (1.0 if split else 2.0) * transfer * hops).take(places[0], axis=1)
+    own = np.take(both, places, axis=1).sum(1) * num_micro_batches[:, None]
     result: Array = (before + own).max(1)
     deferred = times.weight_s.sum(1) if split else 0.0
     result = np.maximum(result, both.sum(1) - deferred + 2.0 * hops[-1] * times.transfer_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,11 @@ from phalanx.plan.legality import problems
 from phalanx.plan.plan import Prediction
 from phalanx.plan.schedule import SCHEDULES, schedule
 from phalanx.plan.shards import rank_buffers, rank_stages
+from phalanx.plan.stages import Stage, recomputed_layers
 from phalanx.planner import legal, memory, timeline
 from phalanx.planner.candidates import MOST_KEYS, RECOMPUTES, Candidates, distinct, of
 from phalanx.planner.engine import engine
-from phalanx.planner.estimate import estimate, stage_layers
+from phalanx.planner.estimate import estimate, repeated_layers, stage_layers
 from phalanx.planner.search import predict
 from phalanx.spec.model import ModelSpec
 
@@ -198,3 +200,26 @@ def test_the_planner_splits_layers_as_the_trainer_does() -> None:
         assert stage_layers(model, JOB.seq_len, engine(), of([layout])).tolist() == ours
         splits.add(tuple(ours))
     assert len(splits) > 1
+
+
+@given(
+    counts=st.lists(st.integers(0, 7), min_size=1, max_size=8),
+    every=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    firsts=st.none() | st.integers(0, 6),
+)
+@settings(max_examples=200, deadline=None)
+def test_recomputed_layers_are_counted_as_they_are(counts: list[int], every: list[int], firsts: int | None) -> None:
+    per_stage = None if firsts is None else (firsts,) * len(counts)
+    same: dict[str, Any] = {"pipeline": len(counts), "recompute": "full", "recompute_layers": per_stage}
+    many = [Layout(recompute_every=1 if per_stage else each, **same) for each in every]
+    repeated, closing, case = repeated_layers(of(many), np.array(counts))
+    stops = list(itertools.accumulate(counts))
+    stages = [
+        Stage(index=place, layers=range(stop - count, stop), embedding=place == 0, head=place == len(counts) - 1)
+        for place, (stop, count) in enumerate(zip(stops, counts, strict=True))
+    ]
+    for layout, number in zip(many, case.tolist(), strict=True):
+        again = [recomputed_layers(layout, stage) for stage in stages]
+        assert repeated[number].tolist() == [len(numbers) for numbers in again]
+        ends = [bool(numbers) and numbers[-1] == stage.layers[-1] for numbers, stage in zip(again, stages, strict=True)]
+        assert closing[number].tolist() == ends

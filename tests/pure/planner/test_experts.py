@@ -140,7 +140,8 @@ def test_fewer_ranks_for_experts_mean_shorter_ways_and_more_to_hold() -> None:
 
 def test_experts_are_part_of_the_reason() -> None:
     found = search(EXPERTS, JOB, MACHINE, {"tensor": 1, "pipeline": 2, "context": 1}, engine_name=ENGINE)
-    assert found.reasons[0] == "deep but narrow: pipeline and data, experts over neighbours on it"
+    kept = "[layout] keeps tensor = 1, pipeline = 2, context = 1"
+    assert found.reasons[0] == f"deep but narrow: pipeline and data, experts over neighbours on it; {kept}"
 
 
 def test_groups_that_do_not_divide_are_refused() -> None:
