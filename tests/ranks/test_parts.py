@@ -18,6 +18,7 @@ from phalanx.plan.layout import Coord, Layout
 from phalanx.plan.shards import Parameter, Rectangle, rank_buffers
 from phalanx.spec.job import OptimizerSpec
 from phalanx.trainer import dropout, kernels
+from phalanx.trainer.chain import chain
 from phalanx.trainer.flat import FlatBuffer, Weight, add_product, postponing
 from phalanx.trainer.initial import draw, fill
 from phalanx.trainer.optim import clip_coefficient, learning_rate, squared
@@ -109,7 +110,7 @@ def test_products_are_postponed_until_an_error_too() -> None:
     assert len(products) == 1 and (leaf.grad == 2.0).all()
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer", "swiglu", "heads", "positions"])
+@pytest.mark.parametrize("kind", ["rms", "layer", "swiglu", "gelu", "heads", "positions", "two"])
 def test_operations_equal_plain_autograd(kind: str) -> None:
     torch.manual_seed(0)
     scale, shift, table = weight(8), weight(8), weight(5, 8)
@@ -119,20 +120,27 @@ def test_operations_equal_plain_autograd(kind: str) -> None:
     place = torch.tensor([0, 1, 4, 4, 2, 0])
     angles = torch.randn(3, 2, dtype=torch.float64)
     if kind == "rms":
-        output = kernels.rms_norm(mine, scale, 1e-5)
+        output = chain([kernels.RMSNorm(scale, 1e-5)], mine)
         expected = torch.nn.functional.rms_norm(theirs, (8,), values[0], 1e-5)
     elif kind == "layer":
-        output = kernels.layer_norm(mine, scale, shift, 1e-5)
+        output = chain([kernels.LayerNorm(scale, shift, 1e-5)], mine)
         expected = torch.nn.functional.layer_norm(theirs, (8,), values[0], values[1], 1e-5)
     elif kind == "swiglu":
-        output = kernels.swiglu(mine)
+        output = chain([kernels.SwiGLU()], mine)
         expected = torch.nn.functional.silu(theirs[:, :4]) * theirs[:, 4:]
+    elif kind == "gelu":
+        output = chain([kernels.GELU("tanh")], chain([kernels.GELU("none")], mine))
+        expected = torch.nn.functional.gelu(torch.nn.functional.gelu(theirs), approximate="tanh")
+    elif kind == "two":
+        output = chain([kernels.RMSNorm(scale, 1e-5), kernels.SwiGLU()], mine)
+        normed = torch.nn.functional.rms_norm(theirs, (8,), values[0], 1e-5)
+        expected = torch.nn.functional.silu(normed[:, :4]) * normed[:, 4:]
     elif kind == "positions":
         output = kernels.add_positions(mine, table, place)
         expected = theirs + values[2][place]
     else:  # 2 sequences of 3 positions; one query head, no key turned back: heads of width 4
-        qkv = mine.view(2, 3, 8).repeat(1, 1, 2)
-        output = torch.cat(kernels.split_heads(qkv, 2, 1, (angles.cos(), angles.sin())), 1)
+        split = kernels.SplitHeads((2, 3), 2, 1, (angles.cos(), angles.sin()))
+        output = torch.cat(chain([split], mine.repeat(1, 2)), 1)
         heads = theirs.view(2, 3, 8).repeat(1, 1, 2).view(2, 3, 4, 4).transpose(1, 2)
         a, b = heads[:, :3].chunk(2, -1)
         turned = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)

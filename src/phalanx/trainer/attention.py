@@ -11,42 +11,46 @@ from torch import Tensor
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.micro_batch import Documents, MicroBatch
-from phalanx.trainer.segments import EAGER
+from phalanx.trainer.segments import EAGER, Segments
 
 
 class Attention:
     """Causal self-attention on this rank's heads, within each sequence or within each document.
 
-    [tokens, features of q, k and v] → [sequences, heads, positions, width]; where documents stand alone, all of the
-    micro-batch counts as one sequence.
+    `split` makes queries, keys and values of their features, calling makes of those [sequences, heads, positions,
+    width]; where documents stand alone, all of the micro-batch counts as one sequence.
     """
 
     def __init__(
-        self, model: ModelSpec, heads: range, num_kv_heads: int, rotation: tuple[Tensor, Tensor] | None
+        self,
+        model: ModelSpec,
+        heads: range,
+        num_kv_heads: int,
+        rotation: tuple[Tensor, Tensor] | None,
+        segments: Segments = EAGER,
     ) -> None:
         self.heads, self.num_kv_heads, self.rotation = heads, num_kv_heads, rotation
-        self.dropout, self.segments = model.attention_dropout, EAGER
+        self.dropout, self.segments = model.attention_dropout, segments
 
-    def __call__(self, qkv: Tensor, batch: MicroBatch, layer: int) -> Tensor:
-        """Attend."""
-        num_sequences, num_positions = batch.tokens.shape
-        documents = batch.documents
-        drops = self.dropout and not batch.validates
-        if documents is not None and not drops:
-            q, k, v = self._split(qkv.unsqueeze(0), documents.positions.flatten())
-            return self._within(documents, q, k, v)
-        qkv = qkv.view(num_sequences, num_positions, -1)
-        q, k, v = self._split(qkv, None if documents is None else documents.positions)
-        if drops:
-            return self._with_dropout(q, k, v, batch, layer)
-        return self._attend(q, k, v)
-
-    def _split(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head, turned by their `positions` (None: their places)."""
-        rotation = self.rotation
+    def split(self, batch: MicroBatch) -> kernels.SplitHeads:
+        """The link that splits [tokens, features of q, k and v] by head, and turns them by their positions (in the
+        document or, where documents are joined, in the sequence)."""
+        shape, rotation, documents = batch.tokens.shape, self.rotation, batch.documents
+        positions = None if documents is None else documents.positions
+        if positions is not None and not self._drops(batch):
+            shape, positions = (1, shape[0] * shape[1]), positions.flatten()
         if rotation is not None and positions is None:
-            rotation = rotation[0][: qkv.shape[1]], rotation[1][: qkv.shape[1]]
-        return kernels.split_heads(qkv, len(self.heads), self.num_kv_heads, rotation, positions, self.segments)
+            rotation = rotation[0][: shape[1]], rotation[1][: shape[1]]
+        return kernels.SplitHeads(shape, len(self.heads), self.num_kv_heads, rotation, positions, self.segments)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, layer: int) -> Tensor:
+        """Attend."""
+        if self._drops(batch):
+            return self._with_dropout(q, k, v, batch, layer)
+        return self._attend(q, k, v) if batch.documents is None else self._within(batch.documents, q, k, v)
+
+    def _drops(self, batch: MicroBatch) -> bool:
+        return bool(self.dropout) and not batch.validates
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shared = self.num_kv_heads != len(self.heads)

@@ -200,7 +200,7 @@ class GroupComm:
         channel: int,
     ) -> Shape:
         dtype = tensors[0].dtype if tensors else torch.uint8
-        lengths, out_lengths = _lengths(tensors), _lengths(out)
+        lengths, out_lengths = tuple(map(Tensor.numel, tensors)), tuple(map(Tensor.numel, out))
         key = (operation, purpose, op, peer, channel, dtype, lengths, out_lengths)
         shape = self._shapes.get(key)
         if shape is None:
@@ -326,10 +326,6 @@ class Counting:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _lengths(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return (tensors[0].numel(),) if len(tensors) == 1 else tuple(tensor.numel() for tensor in tensors)
 
 
 def _tuple(tensors: Tensors) -> tuple[Tensor, ...]:

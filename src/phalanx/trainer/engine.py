@@ -28,7 +28,7 @@ from phalanx.trainer.micro_batch import Documents, MicroBatch, on_device
 from phalanx.trainer.model import build
 from phalanx.trainer.optim import AdamW, squared_norm
 from phalanx.trainer.pipeline_parallel import Pipeline
-from phalanx.trainer.segments import compiled
+from phalanx.trainer.segments import EAGER, compiled
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 
@@ -64,6 +64,7 @@ class Engine:
         )
         embedding = next((buffer for buffer in self.buffers if buffer.layout.name == "embedding"), None)
         objective = Objective(vocab=model.vocab, label_smoothing=job.label_smoothing, z_loss=job.z_loss)
+        segments = compiled() if job.compile else EAGER
         stages = [
             build(
                 chunk,
@@ -75,11 +76,10 @@ class Engine:
                 layout.recompute,
                 recomputed_layers(layout, stage),
                 objective,
+                segments,
             )
             for chunk, stage in zip(chunks, cut, strict=True)
         ]
-        for stage in stages if job.compile else ():
-            stage.use(compiled())
         held = len(self.parallel.held_tokens(layout.micro_batch * job.seq_len))
         activations = torch.empty(held, model.hidden, dtype=dtype, device=device)
         self._pipeline_of = functools.partial(

@@ -23,10 +23,11 @@ from phalanx.plan.shards import Buffer, padded_vocab, rank_buffers
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import kernels
 from phalanx.trainer.attention import Attention, rotation_table
+from phalanx.trainer.chain import chain
 from phalanx.trainer.comm import SoloComm
 from phalanx.trainer.flat import FlatBuffer
 from phalanx.trainer.micro_batch import MicroBatch
-from phalanx.trainer.model import Layer, Norm
+from phalanx.trainer.model import Layer, norm_of
 from phalanx.trainer.tensor_parallel import TensorParallel
 
 Choose = Callable[[Tensor], int]
@@ -46,14 +47,18 @@ class CachedAttention:
         self.cache = torch.empty(1, 2 * self.num_kv_heads, capacity, head_dim, device=device)
         self.length = 0
 
-    def __call__(self, qkv: Tensor, batch: MicroBatch, layer: int) -> Tensor:
-        """[new tokens, features of q, k and v] → [1, heads, new tokens, width]. After the first ones, new tokens come
-        one at a time: then nothing has to be masked."""
-        first, count = self.length, qkv.shape[0]
+    def split(self, batch: MicroBatch) -> kernels.SplitHeads:
+        """See `Attention.split`, for new tokens."""
+        first, count = self.length, batch.tokens.shape[1]
+        turn = None if self.rotation is None else tuple(table[first : first + count] for table in self.rotation)
+        return kernels.SplitHeads((1, count), self.num_heads, self.num_kv_heads, turn)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, layer: int) -> Tensor:
+        """[1, heads, new tokens, width]. After the first ones, new tokens come one at a time: then nothing has to be
+        masked."""
+        first, count = self.length, q.shape[2]
         assert first == 0 or count == 1, "several tokens behind others"
         self.length = last = first + count
-        turn = None if self.rotation is None else (self.rotation[0][first:last], self.rotation[1][first:last])
-        q, k, v = kernels.split_heads(qkv.unsqueeze(0), self.num_heads, self.num_kv_heads, turn)
         torch.cat([k, v], 1, out=self.cache[:, :, first:last])
         keys, values = self.cache[:, :, :last].chunk(2, 1)
         shared = self.num_kv_heads != self.num_heads
@@ -90,7 +95,7 @@ class Generator:
         ]
         for layer in self._layers:
             layer.attention = CachedAttention(layer.attention)
-        self._norm = Norm(head, "norm", model) if head else None
+        self._norm = norm_of(head, "norm", model) if head else None
         if head:
             own = head.weights.get("head")
             self._head = (own or self._embedding.weights["tokens"]).value
@@ -159,7 +164,7 @@ class Generator:
         rows, comm = activations.view(-1, self.model.hidden), self._parallel.comm
         columns = rows.new_empty(padded_vocab(self.model, comm.size), len(rows))
         if self._norm:
-            comm.all_gather(self._head @ self._norm(rows).t(), out=columns, purpose="logits")
+            comm.all_gather(self._head @ chain([self._norm], rows).t(), out=columns, purpose="logits")
         self._pipeline.broadcast(columns, root=self._pipeline.size - 1, purpose="logits")
         return columns[: self.model.vocab].t().reshape(*activations.shape[:-1], -1)
 

@@ -1,5 +1,5 @@
-"""The operations inside a block that are neither matrix products nor communication, written so that they keep little
-for backward and add weight gradients straight into flat buffers.
+"""The operations inside a block that are neither matrix products nor communication, as links of chains, written so that
+they keep little for backward and add weight gradients straight into flat buffers.
 
 In bf16, norms compute in fp32 and round once.
 """
@@ -10,134 +10,63 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.trainer.chain import Kept
 from phalanx.trainer.flat import Weight, accumulation_dtype
 from phalanx.trainer.segments import EAGER, Segments
 
 
-def rms_norm(inputs: Tensor, weight: Weight, eps: float, segments: Segments = EAGER) -> Tensor:
+class RMSNorm:
     """x / sqrt(mean(x²) + eps) × weight over the last dim of [tokens, hidden] (Zhang and Sennrich 2019)."""
-    return _result(_RMSNorm.apply(inputs, weight, eps, segments))
+
+    def __init__(self, weight: Weight, eps: float, segments: Segments = EAGER) -> None:
+        self.weight, self.eps, self.segments = weight, eps, segments
+
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        output, scale = self.segments.rms_norm(inputs, self.weight.value, self.eps)
+        kept.items.append((inputs, scale))
+        return output
+
+    def again(self, item: Any) -> Tensor:
+        """See `Repeatable.again`."""
+        return self.segments.rms_norm(item[0], self.weight.value, self.eps)[0]
+
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        inputs, scale = kept.items.pop()
+        input_grad, weight_grad = self.segments.rms_norm_backward(inputs, scale, output_grad, self.weight.value)
+        self.weight.grad.add_(weight_grad)
+        return input_grad
 
 
-def norm_heads(qkv: Tensor, norms: Sequence[tuple[Weight, int]], head_dim: int, eps: float) -> Tensor:
-    """`rms_norm` over the width of heads. `qkv` [tokens, heads × width]: the first heads, as many as the first of
-    `norms` says, are scaled by its weight [width], those behind by the next one's; the rest stays as it is (Qwen3:
-    queries and keys, not values)."""
-    return _result(_NormHeads.apply(qkv, norms, head_dim, eps))
-
-
-def layer_norm(inputs: Tensor, weight: Weight, bias: Weight, eps: float) -> Tensor:
+class LayerNorm:
     """(x - mean) / sqrt(variance + eps) × weight + bias over the last dim of [tokens, hidden] (Ba et al. 2016)."""
-    return _result(_LayerNorm.apply(inputs, weight, bias, eps))
 
+    def __init__(self, weight: Weight, bias: Weight, eps: float) -> None:
+        self.weight, self.bias, self.eps = weight, bias, eps
 
-def swiglu(gate_up: Tensor, segments: Segments = EAGER) -> Tensor:
-    """silu(gate) × up; `gate_up` [tokens, 2 × ffn] holds both side by side (Shazeer 2020). Keeps its input only."""
-    return _result(_SwiGLU.apply(gate_up, segments))
-
-
-def split_heads(
-    qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    rotation: tuple[Tensor, Tensor] | None,
-    positions: Tensor | None = None,
-    segments: Segments = EAGER,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[sequences, positions, (heads + 2 kv heads) × width] → q, k, v, each [sequences, its heads, positions, width].
-
-    `rotation`: cosines and sines [positions, width / 2] that turn queries and keys; halves of a head are the pairs, as
-    Hugging Face's Llama has them (RoFormer, eq. 34). None leaves them as they are. With `positions` [positions] or
-    [sequences, positions] (int64), those are the rows of `rotation` to take. All three are views of `qkv`, which is
-    overwritten: nothing is copied, and attention takes the strides as they are.
-    """
-    q, k, v = _SplitHeads.apply(qkv, num_heads, num_kv_heads, rotation, positions, segments)
-    return q, k, v
-
-
-def add_positions(inputs: Tensor, weight: Weight, positions: Tensor) -> Tensor:
-    """Add learned positions: `inputs` [tokens, hidden], `positions` [tokens] (int64 rows of `weight`)."""
-    return _result(_AddPositions.apply(inputs, weight, positions))
-
-
-def _result(tensor: Any) -> Tensor:
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
-class _RMSNorm(Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Weight, eps: float, segments: Segments) -> Tensor:
-        output, scale = segments.rms_norm(inputs, weight.value, eps)
-        ctx.save_for_backward(inputs, scale)
-        ctx.weight, ctx.segments = weight, segments
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        inputs, scale = ctx.saved_tensors
-        input_grad, weight_grad = ctx.segments.rms_norm_backward(inputs, scale, output_grad, ctx.weight.value)
-        ctx.weight.grad.add_(weight_grad)
-        return input_grad, None, None, None
-
-
-class _NormHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, norms: Sequence[tuple[Weight, int]], head_dim: int, eps: float) -> Tensor:
-        wide = accumulation_dtype(qkv.dtype)
-        output, scales = torch.empty_like(qkv), []
-        for (weight, _), given, result in _heads(norms, head_dim, qkv, output):
-            heads = given.to(wide)
-            norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
-            scales.append(norm.square_().div_(head_dim).add_(eps).rsqrt_())
-            result.copy_((heads * scales[-1]).mul_(weight.value))
-        rest = sum(count for _, count in norms) * head_dim
-        output[:, rest:] = qkv[:, rest:]
-        ctx.save_for_backward(qkv, *scales)
-        ctx.norms, ctx.head_dim = norms, head_dim
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        """As `_RMSNorm.backward`, for each head of each token."""
-        qkv, *scales = ctx.saved_tensors
-        input_grad = output_grad.clone()
-        parts = _heads(ctx.norms, ctx.head_dim, qkv, output_grad, input_grad)
-        for ((weight, _), given, grad, result), scale in zip(parts, scales, strict=True):
-            heads, wide_grad, value = (tensor.to(scale.dtype) for tensor in (given, grad, weight.value))
-            normed = heads * scale
-            weight.grad.add_((wide_grad * normed).sum((0, 1)))
-            through = wide_grad * value
-            result.copy_(scale * (through - normed * (through * normed).mean(-1, keepdim=True)))
-        return input_grad, None, None, None
-
-
-def _heads(norms: Sequence[tuple[Weight, int]], head_dim: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Each norm, and its part of each of the `tensors` as [tokens, heads, width]."""
-    first = 0
-    for norm in norms:
-        last = first + norm[1] * head_dim
-        yield norm, *(tensor[:, first:last].unflatten(1, (norm[1], head_dim)) for tensor in tensors)
-        first = last
-
-
-class _LayerNorm(Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Weight, bias: Weight, eps: float) -> Tensor:
-        wide = accumulation_dtype(inputs.dtype)
-        output, mean, scale = torch.native_layer_norm(
-            inputs.to(wide), inputs.shape[-1:], weight.value.to(wide), bias.value.to(wide), eps
-        )
-        ctx.save_for_backward(inputs, mean, scale)
-        ctx.weight, ctx.bias = weight, bias
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        output, mean, scale = self._normed(inputs)
+        kept.items.append((inputs, mean, scale))
         return output.to(inputs.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        inputs, mean, scale = ctx.saved_tensors
+    def again(self, item: Any) -> Tensor:
+        """See `Repeatable.again`."""
+        return self._normed(item[0])[0].to(item[0].dtype)
+
+    def _normed(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = accumulation_dtype(inputs.dtype)
+        weight, bias = self.weight.value.to(wide), self.bias.value.to(wide)
+        return torch.native_layer_norm(inputs.to(wide), inputs.shape[-1:], weight, bias, self.eps)
+
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        inputs, mean, scale = kept.items.pop()
         wide = scale.dtype
         input_grad, weight_grad, bias_grad = torch.ops.aten.native_layer_norm_backward(
             output_grad.to(wide),
@@ -145,60 +74,174 @@ class _LayerNorm(Function):
             inputs.shape[-1:],
             mean,
             scale,
-            ctx.weight.value.to(wide),
-            ctx.bias.value.to(wide),
+            self.weight.value.to(wide),
+            self.bias.value.to(wide),
             [True, True, True],
         )
-        ctx.weight.grad.add_(weight_grad)
-        ctx.bias.grad.add_(bias_grad)
-        return input_grad.to(inputs.dtype), None, None, None
+        self.weight.grad.add_(weight_grad)
+        self.bias.grad.add_(bias_grad)
+        return input_grad.to(inputs.dtype)
 
 
-class _SwiGLU(Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, segments: Segments) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.segments = segments
-        return segments.swiglu(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        return ctx.segments.swiglu_backward(*ctx.saved_tensors, output_grad), None
+Norm = RMSNorm | LayerNorm
 
 
-class _SplitHeads(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
+class NormHeads:
+    """`RMSNorm` over the width of heads. Of [tokens, heads × width] the first heads, as many as the first of `norms`
+    says, are scaled by its weight [width], those behind by the next one's; the rest stays as it is (Qwen3: queries and
+    keys, not values)."""
+
+    def __init__(self, norms: Sequence[tuple[Weight, int]], head_dim: int, eps: float) -> None:
+        self.norms, self.head_dim, self.eps = norms, head_dim, eps
+
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        wide = accumulation_dtype(inputs.dtype)
+        output, scales = torch.empty_like(inputs), []
+        for (weight, _), given, result in self._heads(inputs, output):
+            heads = given.to(wide)
+            norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+            scales.append(norm.square_().div_(self.head_dim).add_(self.eps).rsqrt_())
+            result.copy_((heads * scales[-1]).mul_(weight.value))
+        rest = sum(count for _, count in self.norms) * self.head_dim
+        output[:, rest:] = inputs[:, rest:]
+        kept.items.append((inputs, scales))
+        return output
+
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """As `RMSNorm.backward`, for each head of each token."""
+        inputs, scales = kept.items.pop()
+        input_grad = output_grad.clone()
+        parts = self._heads(inputs, output_grad, input_grad)
+        for ((weight, _), given, grad, result), scale in zip(parts, scales, strict=True):
+            heads, wide_grad, value = (tensor.to(scale.dtype) for tensor in (given, grad, weight.value))
+            normed = heads * scale
+            weight.grad.add_((wide_grad * normed).sum((0, 1)))
+            through = wide_grad * value
+            result.copy_(scale * (through - normed * (through * normed).mean(-1, keepdim=True)))
+        return input_grad
+
+    def _heads(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Each norm, and its part of each of the `tensors` as [tokens, heads, width]."""
+        first = 0
+        for norm in self.norms:
+            last = first + norm[1] * self.head_dim
+            yield norm, *(tensor[:, first:last].unflatten(1, (norm[1], self.head_dim)) for tensor in tensors)
+            first = last
+
+
+class SwiGLU:
+    """silu(gate) × up of [tokens, 2 × ffn], which holds both side by side (Shazeer 2020). Keeps its input only."""
+
+    def __init__(self, segments: Segments = EAGER) -> None:
+        self.segments = segments
+
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        kept.items.append(inputs)
+        return self.segments.swiglu(inputs)
+
+    def again(self, item: Any) -> Tensor:
+        """See `Repeatable.again`."""
+        return self.segments.swiglu(item)
+
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        return self.segments.swiglu_backward(kept.items.pop(), output_grad)
+
+
+class GELU:
+    """x Φ(x) of [tokens, ffn] (Hendrycks and Gimpel 2016); `approximate` is "none" or "tanh", their second form."""
+
+    def __init__(self, approximate: str) -> None:
+        self.approximate = approximate
+
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        kept.items.append(inputs)
+        return self.again(inputs)
+
+    def again(self, item: Any) -> Tensor:
+        """See `Repeatable.again`."""
+        return F.gelu(item, approximate=self.approximate)
+
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        return torch.ops.aten.gelu_backward(output_grad, kept.items.pop(), approximate=self.approximate)
+
+
+class SplitHeads:
+    """[tokens, (heads + 2 kv heads) × width] → q, k, v, each [sequences, its heads, positions, width].
+
+    `shape`: sequences, and positions of each. `rotation`: cosines and sines [positions, width / 2] that turn queries
+    and keys; halves of a head are the pairs, as Hugging Face's Llama has them (RoFormer, eq. 34). None leaves them as
+    they are. With `positions` [positions] or [sequences, positions] (int64), those are the rows of `rotation` to take.
+    All three are views of the input, which is overwritten: nothing is copied, and attention takes the strides as they
+    are.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
         num_heads: int,
         num_kv_heads: int,
         rotation: tuple[Tensor, Tensor] | None,
-        positions: Tensor | None,
-        segments: Segments,
-    ) -> tuple[Tensor, ...]:
-        sequences, num_positions, features = qkv.shape
-        total = num_heads + 2 * num_kv_heads
-        heads = qkv.view(sequences, num_positions, total, features // total)
-        ctx.num_turned, ctx.rotation, ctx.positions = num_heads + num_kv_heads, rotation, positions
-        ctx.segments = segments
-        if rotation is not None:
-            segments.rotate(heads[:, :, : ctx.num_turned], *_angles(rotation, positions), 1)
-        return heads.transpose(1, 2).split([num_heads, num_kv_heads, num_kv_heads], 1)
+        positions: Tensor | None = None,
+        segments: Segments = EAGER,
+    ) -> None:
+        self.shape, self.num_heads, self.num_kv_heads = shape, num_heads, num_kv_heads
+        self.rotation, self.positions, self.segments = rotation, positions, segments
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        heads_grad = torch.cat([grad.transpose(1, 2) for grad in grads], 2)
-        if ctx.rotation is not None:
-            turned = heads_grad[:, :, : ctx.num_turned]
-            ctx.segments.rotate(turned, *_angles(ctx.rotation, ctx.positions), -1)
-        return heads_grad.flatten(2), *[None] * 5
+    def forward(self, inputs: Tensor, kept: Kept) -> tuple[Tensor, ...]:
+        """See `Link.forward`."""
+        kept.items.append(None)
+        heads = inputs.view(*self.shape, self.num_heads + 2 * self.num_kv_heads, -1)
+        self._turn(heads, 1)
+        return heads.transpose(1, 2).split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+
+    def backward(self, output_grads: Sequence[Tensor], kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        kept.items.pop()
+        heads_grad = torch.cat([grad.transpose(1, 2) for grad in output_grads], 2)
+        self._turn(heads_grad, -1)
+        return heads_grad.view(self.shape[0] * self.shape[1], -1)
+
+    def _turn(self, heads: Tensor, sign: int) -> None:
+        if self.rotation is None:
+            return
+        cosines, sines = self.rotation
+        if self.positions is not None:
+            cosines, sines = cosines[self.positions], sines[self.positions]
+        turned = heads[:, :, : self.num_heads + self.num_kv_heads]
+        self.segments.rotate(turned, cosines.unsqueeze(-2), sines.unsqueeze(-2), sign)
 
 
-def _angles(rotation: tuple[Tensor, Tensor], positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the positions, as they meet heads [sequences, positions, heads, width / 2]."""
-    rows = rotation if positions is None else (rotation[0][positions], rotation[1][positions])
-    return rows[0].unsqueeze(-2), rows[1].unsqueeze(-2)
+class JoinHeads:
+    """[sequences, heads, positions, width] → [tokens, heads × width]. With `keeps_input` it can do so `again`."""
+
+    def __init__(self, *, keeps_input: bool) -> None:
+        self.keeps_input = keeps_input
+
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        kept.items.append(inputs if self.keeps_input else inputs.shape)
+        return self.again(inputs)
+
+    def again(self, item: Any) -> Tensor:
+        """See `Repeatable.again`."""
+        return item.transpose(1, 2).reshape(-1, item.shape[1] * item.shape[3])
+
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        item = kept.items.pop()
+        sequences, heads, positions, width = item.shape if self.keeps_input else item
+        return output_grad.view(sequences, positions, heads, width).transpose(1, 2)
+
+
+def add_positions(inputs: Tensor, weight: Weight, positions: Tensor) -> Tensor:
+    """Add learned positions: `inputs` [tokens, hidden], `positions` [tokens] (int64 rows of `weight`)."""
+    result: Tensor = _AddPositions.apply(inputs, weight, positions)
+    return result
 
 
 class _AddPositions(Function):

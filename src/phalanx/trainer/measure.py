@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.trainer import kernels
+from phalanx.trainer.chain import chain
 from phalanx.trainer.flat import Weight, accumulation_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -124,11 +125,11 @@ def elementwise_bytes_per_s(dtype: torch.dtype, device: torch.device, rows: int)
     weight = Weight(gain, torch.zeros(width, dtype=accumulation_dtype(dtype), device=device))
 
     def norm() -> None:
-        kernels.rms_norm(inputs, weight, 1e-5).backward(grad)
+        chain([kernels.RMSNorm(weight, 1e-5)], inputs).backward(grad)
         inputs.grad = None
 
     def activation() -> None:
-        kernels.swiglu(gates).backward(grad)
+        chain([kernels.SwiGLU()], gates).backward(grad)
         gates.grad = None
 
     moved = rows * width * element * (6 + 8)
@@ -162,7 +163,7 @@ def kernel_s(device: torch.device) -> float:
     grad = torch.randn(8, 16, device=device)
 
     def both() -> None:
-        kernels.swiglu(gates).backward(grad)
+        chain([kernels.SwiGLU()], gates).backward(grad)
         gates.grad = None
 
     return seconds(both, device) / 2

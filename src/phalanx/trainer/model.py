@@ -10,7 +10,6 @@ from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -19,12 +18,13 @@ from phalanx.plan.shards import Leaf, Piece
 from phalanx.spec.model import ModelSpec
 from phalanx.trainer import dropout, kernels
 from phalanx.trainer.attention import Attention, rotation_table
-from phalanx.trainer.flat import FlatBuffer, Weight
+from phalanx.trainer.chain import Link, Repeatable, chain
+from phalanx.trainer.flat import FlatBuffer
 from phalanx.trainer.loss import Objective, cross_entropy, head_loss
 from phalanx.trainer.micro_batch import MicroBatch, held_places, held_positions
 from phalanx.trainer.recompute import checkpointed
 from phalanx.trainer.segments import EAGER, Segments
-from phalanx.trainer.tensor_parallel import Again, TensorParallel
+from phalanx.trainer.tensor_parallel import Column, Row, TensorParallel
 
 
 class Block(Protocol):
@@ -103,23 +103,12 @@ class Embedding:
         return self.dropout(output, batch, -1, "embedding") if self.dropout else output
 
 
-class Norm:
+def norm_of(buffer: FlatBuffer, name: str, model: ModelSpec, segments: Segments = EAGER) -> kernels.Norm:
     """The norm that the model asks for, over a buffer's leaves `name` and `name_bias`."""
-
-    def __init__(self, buffer: FlatBuffer, name: str, model: ModelSpec) -> None:
-        self.weight, self.bias = buffer.weights[name], buffer.weights.get(f"{name}_bias")
-        self.eps, self.segments = model.norm_eps, EAGER
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Normalize [tokens, hidden]."""
-        if self.bias is None:
-            return kernels.rms_norm(inputs, self.weight, self.eps, self.segments)
-        return kernels.layer_norm(inputs, self.weight, self.bias, self.eps)
-
-
-def _join_heads(attended: Tensor) -> Tensor:
-    """[sequences, heads, positions, width] → [tokens, heads × width]."""
-    return attended.transpose(1, 2).reshape(-1, attended.shape[1] * attended.shape[3])
+    weight, bias = buffer.weights[name], buffer.weights.get(f"{name}_bias")
+    if bias is None:
+        return kernels.RMSNorm(weight, model.norm_eps, segments)
+    return kernels.LayerNorm(weight, bias, model.norm_eps)
 
 
 class Layer:
@@ -138,69 +127,56 @@ class Layer:
         parallel: TensorParallel,
         rotation: tuple[Tensor, Tensor] | None,
         recomputes: bool,
+        segments: Segments = EAGER,
     ) -> None:
-        self.buffer, self.index, self.model, self.parallel = buffer, index, model, parallel
-        self.recomputes, self.segments = recomputes, EAGER
+        self.buffer, self.index = buffer, index
         self.reads = self.reads_in_backward = (buffer,)
         self.backward_within_forward = False
         weights = buffer.weights
-        qkv = [name for name in ("qkv", "kv") if name in weights]
-        self.qkv, self.qkv_bias = _leaves(weights, qkv)
-        self.up, self.up_bias = _leaves(weights, ["up"])
-        self.out, self.out_bias = weights["out"], weights.get("out_bias")
-        self.down, self.down_bias = weights["down"], weights.get("down_bias")
-        self.norm1, self.norm2 = Norm(buffer, "norm1", model), Norm(buffer, "norm2", model)
+
+        def column(names: Sequence[str], purpose: str, before: Repeatable) -> Column:
+            biases = [weights[f"{name}_bias"] for name in names] if f"{names[0]}_bias" in weights else None
+            return Column([weights[name] for name in names], biases, parallel, purpose, before if recomputes else None)
+
+        def row(name: str, purpose: str, before: Repeatable) -> Row:
+            bias = weights.get(f"{name}_bias")
+            return Row(weights[name], bias, parallel, purpose, before if recomputes else None)
+
         q, k = _piece(buffer, "q_proj.weight"), _piece(buffer, "k_proj.weight")
         heads = range(*(row // model.head_dim for row in (q.rectangle.start[0], q.rectangle.stop[0])))
         num_kv_heads = k.shape[0] // model.head_dim
-        self.attention = Attention(model, heads, num_kv_heads, rotation)
-        self.head_norms = ((weights["q_norm"], len(heads)), (weights["k_norm"], num_kv_heads)) if model.qk_norm else ()
+        norm1, norm2 = (norm_of(buffer, name, model, segments) for name in ("norm1", "norm2"))
+        join, activation = kernels.JoinHeads(keeps_input=recomputes), _activation(model, segments)
+        qkv = [name for name in ("qkv", "kv") if name in weights]
+        self.opening: list[Link] = [norm1, column(qkv, "attention", norm1)]
+        if model.qk_norm:
+            norms = ((weights["q_norm"], len(heads)), (weights["k_norm"], num_kv_heads))
+            self.opening.append(kernels.NormHeads(norms, model.head_dim, model.norm_eps))
+        self.attention = Attention(model, heads, num_kv_heads, rotation, segments)
+        self.closing: list[Link] = [join, row("out", "attention", join)]
+        self.mlp = [norm2, column(["up"], "mlp", norm2), activation, row("down", "mlp", activation)]
         self.dropout = Dropout(model, parallel) if model.dropout else None
 
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Forward of one block."""
         assert inputs is not None
         self.buffer.check_parameters()
-        normed = self.norm1(inputs)
-        again = self._again(self.norm1, inputs)
-        qkv = self.parallel.column(normed, self.qkv, self.qkv_bias, "attention", again)
-        if self.head_norms:
-            qkv = kernels.norm_heads(qkv, self.head_norms, self.model.head_dim, self.model.norm_eps)
-        attended = self.attention(qkv, batch, self.index)
-        joined, again = _join_heads(attended), self._again(_join_heads, attended)
-        middle = self._close(joined, self.out, self.out_bias, inputs, batch, "attention", again)
-        normed = self.norm2(middle)
-        up = self.parallel.column(normed, self.up, self.up_bias, "mlp", self._again(self.norm2, middle))
-        activated, again = self._activate(up), self._again(self._activate, up)
-        return self._close(activated, self.down, self.down_bias, middle, batch, "mlp", again)
+        q, k, v = chain([*self.opening, self.attention.split(batch)], inputs)
+        attended = self.attention(q, k, v, batch, self.index)
+        middle = self._half(self.closing, attended, inputs, batch, "attention")
+        return self._half(self.mlp, middle, middle, batch, "mlp")
 
-    def _again(self, make: Callable[[Tensor], Tensor], inputs: Tensor) -> Again | None:
-        """How to make `make(inputs)` once more in backward, if that is asked for; `inputs` is kept anyway."""
-        return functools.partial(make, inputs) if self.recomputes else None
-
-    def use(self, segments: Segments) -> None:
-        """From now on, compute what lies between matrix products as `segments` does."""
-        self.segments = self.norm1.segments = self.norm2.segments = self.attention.segments = segments
-
-    def _activate(self, up: Tensor) -> Tensor:
-        if self.model.gated:
-            return kernels.swiglu(up, self.segments)
-        return F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
-
-    def _close(
-        self,
-        inputs: Tensor,
-        weight: Weight,
-        bias: Weight | None,
-        residual: Tensor,
-        batch: MicroBatch,
-        purpose: str,
-        again: Again | None,
-    ) -> Tensor:
+    def _half(self, links: Sequence[Link], inputs: Tensor, residual: Tensor, batch: MicroBatch, site: str) -> Tensor:
+        """The end of a half-block, added to the residual stream."""
         if self.dropout is None:
-            return self.parallel.row(inputs, weight, bias, residual, purpose, again)
-        output = self.parallel.row(inputs, weight, bias, None, purpose, again)
-        return residual + self.dropout(output, batch, self.index, purpose)
+            return chain(links, inputs, residual)
+        return residual + self.dropout(chain(links, inputs), batch, self.index, site)
+
+
+def _activation(model: ModelSpec, segments: Segments) -> Repeatable:
+    if model.gated:
+        return kernels.SwiGLU(segments)
+    return kernels.GELU("tanh" if model.activation == "gelu_tanh" else "none")
 
 
 class Head:
@@ -217,30 +193,28 @@ class Head:
         model: ModelSpec,
         parallel: TensorParallel,
         objective: Objective,
+        segments: Segments = EAGER,
     ) -> None:
         self.buffer, self.weight, self.parallel = buffer, source.weights[leaf.name], parallel
-        self.objective, self.segments = objective, EAGER
+        self.objective, self.segments = objective, segments
         self.reads = (buffer,) if source is buffer else (buffer, source)
         self.reads_in_backward: tuple[FlatBuffer, ...] = ()
         self.backward_within_forward = True
         rectangle = leaf.pieces[0].rectangle
         self.vocabulary = range(rectangle.start[0], rectangle.stop[0])
-        self.norm = Norm(buffer, "norm", model)
-
-    def use(self, segments: Segments) -> None:
-        """As `Layer.use`."""
-        self.segments = self.norm.segments = segments
+        self.norm = norm_of(buffer, "norm", model, segments)
 
     def __call__(self, inputs: Tensor | None, batch: MicroBatch) -> Tensor:
         """Loss of `batch`."""
         assert inputs is not None
         for buffer in self.reads:
             buffer.check_parameters()
+        normed = chain([self.norm], inputs)
         if batch.validates:
             labels = batch.labels.flatten()
-            return cross_entropy(self.norm(inputs), self.weight.value, labels, self.vocabulary, self.parallel)
+            return cross_entropy(normed, self.weight.value, labels, self.vocabulary, self.parallel)
         return head_loss(
-            self.norm(inputs),
+            normed,
             self.weight,
             batch.labels.flatten(),
             self.vocabulary,
@@ -310,17 +284,6 @@ class Stage:
 
         return passed
 
-    def use(self, segments: Segments) -> None:
-        """From now on, compute what lies between matrix products as `segments` does."""
-        for block in self.blocks:
-            if isinstance(block, (Layer, Head)):
-                block.use(segments)
-
-
-def _leaves(weights: dict[str, Weight], names: Sequence[str]) -> tuple[list[Weight], list[Weight] | None]:
-    values = [weights[name] for name in names]
-    return values, [weights[f"{name}_bias"] for name in names] if f"{names[0]}_bias" in weights else None
-
 
 def _piece(buffer: FlatBuffer, ending: str) -> Piece:
     return next(piece for piece in buffer.layout.pieces if piece.parameter.name.endswith(ending))
@@ -336,9 +299,11 @@ def build(
     recompute: Recompute,
     recomputed_layers: Container[int],
     objective: Objective,
+    segments: Segments = EAGER,
 ) -> Stage:
     """The stage whose blocks' parameters are `buffers`, in order. `tied_embedding`: the embedding's buffer where a tied
-    head shares it on this rank. `recompute` holds for the layers with the numbers `recomputed_layers`."""
+    head shares it on this rank. `recompute` holds for the layers with the numbers `recomputed_layers`. What lies
+    between matrix products is computed as `segments` does."""
     blocks: list[Block] = []
     rotation: tuple[Tensor, Tensor] | None = None
     for buffer in buffers:
@@ -347,13 +312,13 @@ def build(
         elif buffer.layout.name == "head":
             source = buffer if "head" in buffer.weights else tied_embedding
             assert source is not None, "a tied head without its embedding"
-            blocks.append(Head(buffer, source, _vocabulary_leaf(source), model, parallel, objective))
+            blocks.append(Head(buffer, source, _vocabulary_leaf(source), model, parallel, objective, segments))
         else:
             if rotation is None:
                 rotation = rotation_table(model, seq_len, buffer.parameters.dtype, buffer.parameters.device)
             index = int(buffer.layout.name.split(".")[1])
             drops = recompute == "selective" and index in recomputed_layers
-            blocks.append(Layer(buffer, index, model, parallel, rotation, drops))
+            blocks.append(Layer(buffer, index, model, parallel, rotation, drops, segments))
     return Stage(blocks, watcher, recomputed_layers if recompute == "full" else ())
 
 

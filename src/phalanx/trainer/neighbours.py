@@ -111,6 +111,8 @@ class Neighbours:
 
     `names` maps each of them, this rank too, to the name of the socket it listens on: see `Listener`. All must come
     within `timeout_s`. `memory[(rank, key)]` holds the descriptors of shared memory that came and were not yet taken.
+    Behind `with fence: pass`, a locked instruction, all that was stored before is visible to others before anything
+    after is loaded.
     """
 
     def __init__(self, rank: int, names: Mapping[int, str], listener: Listener, *, timeout_s: float) -> None:
@@ -118,7 +120,7 @@ class Neighbours:
         self.memory: dict[tuple[int, Key], tuple[int, bytes]] = {}
         self.active: dict[Lane, None] = {}
         self.added = False
-        self._fence = threading.Lock()
+        self.fence = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._bells: dict[int, int] = {}
         self._to_ring: set[int] = set()
@@ -155,11 +157,6 @@ class Neighbours:
             os.eventfd_write(self._bells[rank], 1)
         self._to_ring.clear()
 
-    def fence(self) -> None:
-        """Everything stored before is visible to others before anything after is loaded: a locked instruction."""
-        with self._fence:
-            pass
-
     def go_on(self, lane: Lane) -> None:
         """Let one lane go on as far as it can. Raises CommError for calls that do not match, and ever after."""
         if self._broken:
@@ -191,7 +188,8 @@ class Neighbours:
                 return
             for blocker in blockers:
                 blocker.flag(True)
-            self.fence()
+            with self.fence:
+                pass
             try:
                 if not any(blocker.ready() for blocker in blockers):
                     self._sleep(deadline, timeout_s, blockers)

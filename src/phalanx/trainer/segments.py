@@ -56,7 +56,7 @@ def _rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 def _rms_norm_backward(inputs: Tensor, scale: Tensor, output_grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """With r the scale of a row and g the output's gradient: r w g - r³ x mean(w g x), and Σ r g x for w."""
-    wide, wide_grad, value = (tensor.to(scale.dtype) for tensor in (inputs, output_grad, weight))
+    wide, wide_grad, value = inputs.to(scale.dtype), output_grad.to(scale.dtype), weight.to(scale.dtype)
     products = wide_grad * wide
     weight_grad = torch.mv(products.t(), scale.squeeze(1))
     mean = torch.mv(products, value).div_(-wide.shape[-1]).unsqueeze(1)

@@ -230,7 +230,9 @@ class SharedMemoryTransport:
                     yield inlet
                 posted.append((inlet, inlet.slot(route.signature), area * used))
             for (at, mine), (_, target) in zip(own[number], out[number], strict=True):
-                terms = [inlet.view(route.dtype, slot, start + at, mine.shape) for inlet, slot, start in posted]
+                terms = []
+                for inlet, slot, start in posted:
+                    terms.append(inlet.view(route.dtype, slot, start + at, mine.shape))
                 terms.insert(self._index, mine)
                 reduce_in_order(terms, op, target)
             for inlet in inlets:

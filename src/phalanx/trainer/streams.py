@@ -103,7 +103,7 @@ class Outlet(_Stream):
         full = self._full
         if full:
             words = self.words
-            taken = min([words[index] for index in self._taken])
+            taken = min(map(words.__getitem__, self._taken))
             while full and full[0][0] < taken:
                 self._free.append(full.popleft()[1])
         return bool(self._free)
@@ -119,7 +119,8 @@ class Outlet(_Stream):
         words[entry], words[entry + 1] = slot, signature
         self._full.append((number, slot))
         self.posted = words[_POSTED] = number + 1
-        self._neighbours.fence()
+        with self._neighbours.fence:
+            pass
         for reader, rank in enumerate(self.ranks):
             line = _LINE * (1 + reader)
             if words[line + _READER_SLEEPS]:
@@ -160,7 +161,8 @@ class Inlet(_Stream):
         """Give the slot back to the writer."""
         words = self.words
         self._next = words[self._line + _TAKEN] = self._next + 1
-        self._neighbours.fence()
+        with self._neighbours.fence:
+            pass
         if words[_WRITER_SLEEPS]:
             words[_WRITER_SLEEPS] = 0
             self._neighbours.ring(self.ranks[0])

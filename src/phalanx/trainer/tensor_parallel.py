@@ -8,13 +8,12 @@ all-gather opens each half-block and a reduce-scatter closes it.
 A matrix product and the collective beside it may be cut into chunks of tokens that alternate: while one is on its way,
 the product of the next is computed.
 
-Weight gradients are added straight into flat buffers; autograd sees activations only.
+Layers are links of chains: weight gradients are added straight into flat buffers; autograd sees activations only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,36 +21,26 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.plan.comm import Comm, Work
+from phalanx.trainer.chain import Kept, Repeatable
 from phalanx.trainer.comm import DONE
 from phalanx.trainer.flat import Weight, add_product
-
-Again = Callable[[], Tensor]
-"""Makes a tensor a second time, for backward, from what is kept anyway."""
 
 Multiply = Callable[..., object]
 """Computes rows of a matrix product into its first argument from the same rows of the others."""
 
 
-@dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The layers, over the Comm of one tensor group. With a group of one they are plain layers.
+    """How the ranks of one tensor group work together, over its Comm. With a group of one, layers are plain layers."""
 
-    `chunks`: how many a product and its collective are cut into; it divides the tokens held between half-blocks.
-    """
+    def __init__(self, comm: Comm, sequence_parallel: bool = False, chunks: int = 1) -> None:
+        """`chunks`: how many a product and its collective are cut into; it divides the tokens held between half-blocks.
+        There is one where nothing is sent that could be on its way.
 
-    comm: Comm
-    sequence_parallel: bool = False
-    chunks: int = 1
-
-    @property
-    def num_chunks(self) -> int:
-        """1 where nothing is sent that could be on its way."""
-        return self.chunks if self.comm.size > 1 else 1
-
-    @property
-    def cuts_tokens(self) -> bool:
-        """Whether activations between half-blocks hold only this rank's slice of the tokens."""
-        return self.sequence_parallel and self.comm.size > 1
+        `cuts_tokens`: whether activations between half-blocks hold only this rank's slice of the tokens.
+        """
+        self.comm = comm
+        self.num_chunks = chunks if comm.size > 1 else 1
+        self.cuts_tokens = sequence_parallel and comm.size > 1
 
     def held_tokens(self, num_tokens: int) -> range:
         """Which of a micro-batch's tokens this rank holds between half-blocks."""
@@ -60,35 +49,11 @@ class TensorParallel:
         share = num_tokens // self.comm.size
         return range(self.comm.index * share, (self.comm.index + 1) * share)
 
-    def column(
-        self,
-        inputs: Tensor,
-        weights: Sequence[Weight],
-        biases: Sequence[Weight] | None,
-        purpose: str,
-        again: Again | None = None,
-    ) -> Tensor:
-        """Layers whose output is cut: [tokens, hidden] → [all tokens, this rank's rows of all `weights`]. With `again`,
-        `inputs` are not kept for backward but made a second time."""
-        return _apply(_Column, inputs, tuple(weights), tuple(biases or ()), self, purpose, again)
-
-    def row(
-        self,
-        inputs: Tensor,
-        weight: Weight,
-        bias: Weight | None,
-        residual: Tensor | None,
-        purpose: str,
-        again: Again | None = None,
-    ) -> Tensor:
-        """A layer whose input is cut: [all tokens, columns] → [tokens, hidden], summed over ranks, plus `residual`.
-        With `again`, `inputs` are not kept for backward but made a second time."""
-        return _apply(_Row, inputs, residual, weight, bias, self, purpose, again)
-
     def embed(self, tokens: Tensor, weight: Weight, first_row: int, anchor: Tensor) -> Tensor:
         """Rows of the embedding for `tokens` [all tokens] (int64) → [tokens, hidden]. This rank holds the vocabulary
         from `first_row` on. `anchor` is any scalar that requires a gradient: it ties the result into autograd."""
-        return _apply(_Embedding, anchor, tokens, weight, first_row, self)
+        result: Tensor = _Embedding.apply(anchor, tokens, weight, first_row, self)
+        return result
 
     def gather(self, inputs: Tensor, purpose: str) -> Tensor:
         """[tokens, features] → [all tokens, features]; the input itself where tokens are not cut."""
@@ -108,7 +73,10 @@ class TensorParallel:
 
         Returns what was gathered.
         """
-        if not self.cuts_tokens or self.num_chunks == 1:
+        if not self.cuts_tokens:
+            multiply(out, inputs)
+            return inputs
+        if self.num_chunks == 1:
             whole = self.gather(inputs, purpose)
             multiply(out, whole)
             return whole
@@ -167,139 +135,118 @@ class TensorParallel:
             yield [slice(start, start + length) for start in starts]
 
 
-def _apply(function: type[Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)
-    return result
+class Column:
+    """Layers whose output is cut: [tokens, hidden] → [all tokens, this rank's rows of all `weights`].
 
+    `source`: the link before, which makes the inputs a second time in backward; None keeps them.
+    """
 
-def _keep(ctx: Any, inputs: Tensor, again: Again | None) -> None:
-    """Keep a layer's input for backward, or only how to make it again."""
-    ctx.again = again
-    if again is None:
-        ctx.save_for_backward(inputs)
-
-
-def _kept(ctx: Any) -> Tensor:
-    if ctx.again is None:
-        return ctx.saved_tensors[0]
-    inputs = ctx.again()
-    ctx.again = _spent  # what it held is let go
-    return inputs
-
-
-def _spent() -> Tensor:
-    raise AssertionError("backward ran twice")
-
-
-class _Column(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weights: tuple[Weight, ...],
-        biases: tuple[Weight, ...],
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        biases: Sequence[Weight] | None,
         parallel: TensorParallel,
         purpose: str,
-        again: Again | None,
-    ) -> Tensor:
-        ctx.weights, ctx.biases, ctx.parallel, ctx.purpose = weights, biases, parallel, purpose
+        source: Repeatable | None = None,
+    ) -> None:
+        self.weights, self.biases, self.parallel, self.source = weights, biases or (), parallel, source
+        self.widths = [weight.value.shape[0] for weight in weights]
+        self.input_purpose, self.gradient_purpose = f"{purpose} input", f"{purpose} input gradient"
 
-        def multiply(out: Tensor, rows: Tensor) -> None:
-            for index, (weight, columns) in enumerate(zip(weights, _columns_of(out, weights), strict=True)):
-                _linear(rows, weight, biases[index] if biases else None, columns)
-
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        parallel = self.parallel
         num_tokens = inputs.shape[0] * (parallel.comm.size if parallel.cuts_tokens else 1)
-        output = inputs.new_empty(num_tokens, sum(weight.value.shape[0] for weight in weights))
-        inputs = parallel.gather_into_product(inputs, multiply, output, f"{purpose} input")
-        _keep(ctx, inputs, again)
+        output = inputs.new_empty(num_tokens, sum(self.widths))
+        inputs = parallel.gather_into_product(inputs, self._multiply, output, self.input_purpose)
+        kept.items.append(None if self.source else inputs)
         return output
 
-    @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        parallel, weights = ctx.parallel, ctx.weights
-        grads = _columns_of(output_grad, weights)
-        inputs, arrival = _kept(ctx), DONE
-        if ctx.again is not None:  # on its way while the input gradient is computed
-            inputs, arrival = parallel.start_gather(inputs, f"{ctx.purpose} input")
-
-        def multiply(out: Tensor, *grads: Tensor) -> None:
-            torch.mm(grads[0], weights[0].value, out=out)
-            for weight, grad in zip(weights[1:], grads[1:], strict=True):
-                out.addmm_(grad, weight.value)
-
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        parallel, weights = self.parallel, self.weights
+        grads = self._columns(output_grad)
+        inputs = kept.items.pop()
+        arrival: Work | None = None
+        if self.source:  # on its way while the input gradient is computed
+            inputs, arrival = parallel.start_gather(self.source.again(kept.items[-1]), self.input_purpose)
         partial = output_grad.new_empty(output_grad.shape[0], weights[0].value.shape[1])
-        input_grad, works = parallel.reduce_product(multiply, grads, partial, f"{ctx.purpose} input gradient")
+        input_grad, works = parallel.reduce_product(self._multiply_back, grads, partial, self.gradient_purpose)
+        if arrival:
+            arrival.wait()
         # The weight gradient is computed while the input gradient is on its way.
-        arrival.wait()
         for weight, grad in zip(weights, grads, strict=True):
             add_product(weight, grad, inputs)
-        for bias, grad in zip(ctx.biases, grads, strict=False):
+        for bias, grad in zip(self.biases, grads, strict=False):
             bias.grad.add_(grad.sum(0))
-        _wait(works)
-        return input_grad, None, None, None, None, None
+        for work in works:
+            work.wait()
+        return input_grad
+
+    def _multiply(self, out: Tensor, rows: Tensor) -> None:
+        for index, (weight, columns) in enumerate(zip(self.weights, self._columns(out), strict=True)):
+            if self.biases:
+                torch.addmm(self.biases[index].value, rows, weight.value.t(), out=columns)
+            else:
+                torch.mm(rows, weight.value.t(), out=columns)
+
+    def _multiply_back(self, out: Tensor, *grads: Tensor) -> None:
+        torch.mm(grads[0], self.weights[0].value, out=out)
+        for weight, grad in zip(self.weights[1:], grads[1:], strict=True):
+            out.addmm_(grad, weight.value)
+
+    def _columns(self, whole: Tensor) -> Sequence[Tensor]:
+        """Each layer's columns of what lies side by side."""
+        return whole.split(self.widths, 1) if len(self.widths) > 1 else (whole,)
 
 
-def _columns_of(whole: Tensor, weights: Sequence[Weight]) -> Sequence[Tensor]:
-    """Each layer's columns of what lies side by side."""
-    return whole.split([weight.value.shape[0] for weight in weights], 1) if len(weights) > 1 else (whole,)
+class Row:
+    """A layer whose input is cut: [all tokens, columns] → [tokens, hidden], summed over ranks, plus the residual.
+    `source` as of `Column`."""
 
-
-def _linear(inputs: Tensor, weight: Weight, bias: Weight | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(inputs, weight.value.t(), out=out)
-    else:
-        torch.addmm(bias.value, inputs, weight.value.t(), out=out)
-
-
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-class _Row(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        residual: Tensor | None,
+    def __init__(
+        self,
         weight: Weight,
         bias: Weight | None,
         parallel: TensorParallel,
         purpose: str,
-        again: Again | None,
-    ) -> Tensor:
-        _keep(ctx, inputs, again)
-        ctx.weight, ctx.bias, ctx.parallel, ctx.purpose = weight, bias, parallel, purpose
-        ctx.has_residual = residual is not None
+        source: Repeatable | None = None,
+    ) -> None:
+        self.weight, self.bias, self.parallel, self.source = weight, bias, parallel, source
+        self.output_purpose, self.gradient_purpose = f"{purpose} output", f"{purpose} output gradient"
+
+    def forward(self, inputs: Tensor, kept: Kept) -> Tensor:
+        """See `Link.forward`."""
+        kept.items.append(None if self.source else inputs)
+        parallel, residual = self.parallel, kept.residual
         # Where all ranks hold the same residual, the first one's matrix product adds it before the sum over ranks.
         adds = residual is not None and not parallel.cuts_tokens and parallel.comm.index == 0
         sources = (residual, inputs) if adds else (inputs,)
-        transposed = weight.value.t()
-
-        def multiply(out: Tensor, *rows: Tensor) -> None:
-            (torch.addmm if adds else torch.mm)(*rows, transposed, out=out)
-
-        partial = inputs.new_empty(inputs.shape[0], weight.value.shape[0])
-        output, works = parallel.reduce_product(multiply, sources, partial, f"{purpose} output")
-        _wait(works)
+        partial = inputs.new_empty(inputs.shape[0], self.weight.value.shape[0])
+        output, works = parallel.reduce_product(self._multiply, sources, partial, self.output_purpose)
+        for work in works:
+            work.wait()
         if residual is not None and parallel.cuts_tokens:
             output.add_(residual)
-        return output if bias is None else output.add_(bias.value)
+        return output if self.bias is None else output.add_(self.bias.value)
 
-    @staticmethod
-    def backward(ctx: Any, output_grad: Tensor) -> tuple[Any, ...]:
-        if ctx.bias is not None:
-            ctx.bias.grad.add_(output_grad.sum(0))
-        inputs, weight = _kept(ctx), ctx.weight
+    def backward(self, output_grad: Tensor, kept: Kept) -> Tensor:
+        """See `Link.backward`."""
+        if self.bias is not None:
+            self.bias.grad.add_(output_grad.sum(0))
+        inputs = kept.items.pop()
+        if self.source:
+            inputs = self.source.again(kept.items[-1])
         input_grad = output_grad.new_empty(inputs.shape)
-        full = ctx.parallel.gather_into_product(
-            output_grad,
-            lambda out, rows: torch.mm(rows, weight.value, out=out),
-            input_grad,
-            f"{ctx.purpose} output gradient",
-        )
-        add_product(weight, full, inputs)
-        return input_grad, output_grad if ctx.has_residual else None, *[None] * 5
+        full = self.parallel.gather_into_product(output_grad, self._multiply_back, input_grad, self.gradient_purpose)
+        add_product(self.weight, full, inputs)
+        return input_grad
+
+    def _multiply(self, out: Tensor, *rows: Tensor) -> None:
+        (torch.addmm if len(rows) > 1 else torch.mm)(*rows, self.weight.value.t(), out=out)
+
+    def _multiply_back(self, out: Tensor, rows: Tensor) -> None:
+        torch.mm(rows, self.weight.value, out=out)
 
 
 class _Embedding(Function):
