@@ -188,7 +188,11 @@ def as_json(found: Search) -> dict[str, Any]:
         "num_fitting": found.num_fitting,
         "num_replayed": found.num_replayed,
         "plans": [
-            {**_plan(plan, found.engine), "alike": [asdict(each) for each in alike]}
+            {
+                **_plan(plan, found.engine),
+                "sent_bytes": sum(row.message.payload_bytes for row in of_step(plan, found.engine)),
+                "alike": [asdict(each) for each in alike],
+            }
             for plan, alike in zip(found.plans, found.alike, strict=True)
         ],
         "messages": [_message(row) for row in of_step(first, found.engine)],
@@ -230,7 +234,6 @@ def _plan(plan: Plan, engine_name: str) -> dict[str, Any]:
     return {
         "layout": asdict(plan.layout),
         **{key: value for key, value in asdict(summary(plan, engine_name)).items() if key != "layout"},
-        "sent_bytes": sum(row.message.payload_bytes for row in of_step(plan, engine_name)),
         "step_s_by_kind": dict(predicted.step_s_by_kind),
         "memory_bytes_by_stage": [dict(stage) for stage in predicted.memory_bytes],
         "assumptions": list(predicted.assumptions),
