@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 
 from phalanx.errors import InputError
-from phalanx.trainer.engine import Engine
+from phalanx.trainer.any_engine import AnyEngine
 from phalanx.trainer.guards import found_anywhere
 
 _TOLERANCE = 1e-3
 
 
-def sum_copies(engine: Engine) -> None:
+def sum_copies(engine: AnyEngine) -> None:
     """Add up the gradients of parameters of which each tensor rank has seen its own heads or tokens only."""
     shared = [part.gradients for part in engine.data.slices if part.part.copies == "heads"]
     if shared:
         engine.comm("tensor").all_reduce(shared, purpose="shared gradients")
 
 
-def check_copies(engine: Engine) -> None:
+def check_copies(engine: AnyEngine) -> None:
     """See that the gradients of what all tensor ranks hold have the same norm on all of them: else the table of cuts is
     wrong. Raises InputError, on all ranks, with the parameters."""
     text, comm = "", engine.comm("tensor")

@@ -66,6 +66,10 @@ def module_problems(
             "compile = false, or compile its parts",
         )
         found.append(Problem(what=what, where="job.compile", instead=instead))
+    if job.checkpoint.init_from:
+        what = f"a module brings its own weights, and does not take those of {job.checkpoint.init_from}"
+        instead = "load them into it before prepare, as with phalanx.module_weights"
+        found.append(Problem(what=what, where="job.checkpoint.init_from", instead=instead))
     return [*found, *_zero_group(layout), *_reduction(job, layout), *_batch(job, layout), *engine_problems(layout)]
 
 

@@ -11,8 +11,9 @@ from phalanx.checkpoint.store import resume
 from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.checkpoint.weights import initialize
 from phalanx.errors import CheckpointError, RunError
+from phalanx.plan.plan import Plan
 from phalanx.rundir import RunDir
-from phalanx.trainer.engine import Engine
+from phalanx.trainer.any_engine import AnyEngine
 from phalanx.trainer.state import state
 
 
@@ -21,7 +22,7 @@ class Continuation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnyEngine,
         run_dir: RunDir,
         say: Callable[[str], None],
         pieces: Iterable[StatePiece] | None = None,
@@ -67,6 +68,7 @@ class Continuation:
     def _initialize(self) -> None:
         engine, path = self._engine, self._job.checkpoint.init_from
         if path:
+            assert isinstance(engine.plan, Plan), "modules bring their weights (legality.module_problems)"
             weights = initialize(
                 Path(path), engine.plan, self._pieces, self._world, say=self._say, device=engine.device
             )

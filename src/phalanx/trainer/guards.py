@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from torch import Tensor
 from phalanx.checkpoint.agreement import texts
 from phalanx.errors import RunError
 from phalanx.plan.comm import Comm
-from phalanx.trainer.engine import Engine
-from phalanx.trainer.micro_batch import MicroBatch
+from phalanx.trainer.any_engine import AnyEngine
 from phalanx.watch.ranks import ranks_in_words
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -28,11 +28,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Guards:
     """The checks of one run. `num_skipped` counts the steps that were skipped since it began or went on."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self._engine, self._job = engine, engine.plan.job
         self.num_skipped = self._in_a_row = 0
 
-    def allow_update(self, batches: Sequence[MicroBatch], loss: float, norm: float) -> bool:
+    def allow_update(self, batches: Sequence[Any], loss: float, norm: float) -> bool:
         """Whether the gradients of `batches` may change the weights: not if the global `loss` or gradient `norm` is no
         finite number and `job.on_non_finite` says to skip such a step. Gradients that overflow under a loss scale lower
         it, whatever the job says.
@@ -65,7 +65,7 @@ class Guards:
             + ("" if self._in_a_row else ', job.on_non_finite = "skip" goes on without such steps')
         )
 
-    def _culprit(self, batches: Sequence[MicroBatch]) -> str:
+    def _culprit(self, batches: Sequence[Any]) -> str:
         """Which micro-batch it was, found by running each alone once more: everything in it can be repeated."""
         for number, batch in enumerate(batches):
             loss = self._engine.run_alone(batch)
@@ -98,7 +98,7 @@ class Guards:
             )
 
 
-def _not_finite(engine: Engine) -> str:
+def _not_finite(engine: AnyEngine) -> str:
     """The first parameter on this rank whose gradient holds a number that is not finite; "" if there is none."""
     for part in engine.data.slices:
         for piece, _, stretch in part.rectangles():
@@ -110,7 +110,7 @@ def _not_finite(engine: Engine) -> str:
 Pieces = Iterable[tuple[str, Tensor]]
 
 
-def _copies(engine: Engine) -> Iterator[tuple[Comm, Pieces]]:
+def _copies(engine: AnyEngine) -> Iterator[tuple[Comm, Pieces]]:
     """The groups that hold copies, and of what: names and equal tensors, in the same order on all members."""
     if engine.data.zero < 3:
         yield engine.comm("data"), _whole(engine)
@@ -121,14 +121,14 @@ def _copies(engine: Engine) -> Iterator[tuple[Comm, Pieces]]:
     yield engine.comm("tied"), list(_held(engine, ("tied",))) or _held(engine, ("none",), "embedding")
 
 
-def _whole(engine: Engine) -> Pieces:
+def _whole(engine: AnyEngine) -> Pieces:
     engine.data.wait_for_parameters()
     for buffer in engine.buffers:
         for piece in buffer.layout.pieces:
             yield piece.parameter.name, buffer.values(piece).view(-1)
 
 
-def _held(engine: Engine, copies: Sequence[str], buffer: str = "") -> Pieces:
+def _held(engine: AnyEngine, copies: Sequence[str], buffer: str = "") -> Pieces:
     """What this rank updates of parts held in `copies`, of one buffer if it is named."""
     for part in engine.data.slices:
         if part.part.copies in copies and buffer in ("", part.buffer.layout.name):
@@ -168,14 +168,14 @@ def checksum(values: Tensor) -> Tensor:
     return total
 
 
-def found_anywhere(engine: Engine, mine: str, *, purpose: str) -> str:
+def found_anywhere(engine: AnyEngine, mine: str, *, purpose: str) -> str:
     """As `shared_texts`, asked for only where some rank has found something: else one small message, and ""."""
     num_found = torch.tensor([float(bool(mine))], device=engine.device)
     engine.comm("world").all_reduce(num_found, purpose=purpose)
     return shared_texts(engine, mine) if num_found.item() else ""
 
 
-def shared_texts(engine: Engine, mine: str) -> str:
+def shared_texts(engine: AnyEngine, mine: str) -> str:
     """What each rank has to say, said by all of them: each has a few words for this rare case, "" says nothing."""
     said = texts(engine.comm("world"), mine, engine.device, num_bytes=_TEXT_BYTES, purpose="what was found")
     lines = [f"{text} (rank {ranks_in_words(ranks)})" for text, ranks in said.items()]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from phalanx.checkpoint.match import REDUCTION
 from phalanx.checkpoint.tensor_file import StatePiece
 from phalanx.plan.shards import Parameter
+from phalanx.trainer.any_engine import AnyEngine
 from phalanx.trainer.data_parallel import Slice
-from phalanx.trainer.engine import Engine
 
 
-def state(engine: Engine) -> Iterator[StatePiece]:
+def state(engine: AnyEngine) -> Iterator[StatePiece]:
     """All pieces that this rank holds of weights and optimizer state, and what a reduction keeps; writing into their
     tensors restores them.
 
@@ -33,7 +33,7 @@ def state(engine: Engine) -> Iterator[StatePiece]:
     yield from _kept(engine)
 
 
-def _kept(engine: Engine) -> Iterator[StatePiece]:
+def _kept(engine: AnyEngine) -> Iterator[StatePiece]:
     """What this rank did not send yet, under a lossy reduction."""
     rank = engine.plan.layout.rank(engine.coord)
     for name, tensor in engine.data.lossy.kept() if engine.data.lossy else ():

@@ -14,7 +14,7 @@ from phalanx.plan.legality import (
     problems,
 )
 from phalanx.spec.cluster import ClusterSpec, Device, Link
-from phalanx.spec.job import JobSpec
+from phalanx.spec.job import CheckpointSpec, JobSpec
 
 MODEL = tiny_model(name="tiny")
 JOB = JobSpec(global_batch=8, seq_len=64, num_steps=1)
@@ -347,3 +347,8 @@ def test_of_a_module_all_blocks_are_recomputed_and_nothing_is_compiled(some):
     found = module_problems(replace(JOB, compile=True), Layout(recompute="full", **some), num_blocks=4)
     assert [problem.where for problem in found] == [f"layout.{next(iter(some))}", "job.compile"]
     assert not module_problems(JOB, Layout(recompute="full"), num_blocks=4)
+
+
+def test_a_module_starts_with_the_weights_that_it_has():
+    (problem,) = module_problems(replace(JOB, checkpoint=CheckpointSpec(init_from="elsewhere")), Layout(), num_blocks=4)
+    assert (problem.where, "elsewhere" in problem.what) == ("job.checkpoint.init_from", True)
