@@ -131,7 +131,7 @@ def _row(raw: Any, file: str) -> Row:
     gpu, num_devices = str(raw.get("gpu") or ""), _need(raw, "n_gpus")
     model = _model(raw, filled)
     precision = _precision(raw.get("precision"), gpu, filled)
-    engine = engine_of(framework, source, precision, str(raw.get("overlap")))
+    engine = engine_of(framework, source, precision, raw)
     if engine == FALLBACK:
         filled.append(f"engine {FALLBACK} for {framework or 'no framework'}")
     cluster = _cluster(raw, gpu, num_devices, source)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from phalanx.planner.engine import Engine, engine
 from phalanx.spec import clusters
@@ -75,10 +77,20 @@ BY_SOURCE = {
 FALLBACK = "generic"
 
 
-def engine_of(framework: str, source: str, precision: str, overlap: str) -> str:
-    """Name of the engine profile for a printed framework and what it says to overlap; FALLBACK where none is known."""
-    low = framework.lower()
+AFTER_AMPERE = re.compile(r"(?<![a-z0-9])(h[128]00|g?b[23]00|gh200|mi3)")
+
+
+def engine_of(framework: str, source: str, precision: str, raw: Mapping[str, Any]) -> str:
+    """Name of the engine profile for a printed framework and what the row says besides; FALLBACK where none is known.
+    What a row names dates a Megatron-LM: devices, 8 bits or a context axis that came with Megatron-Core, a cut sequence
+    or selective recompute of 2022."""
+    low, overlap = framework.lower(), str(raw.get("overlap"))
     name = BY_SOURCE.get(source) or next((name for key, name in ENGINES if key in low), FALLBACK)
+    if name == "megatron-2021":
+        context = str(raw.get("cp") or 1) not in ("1", "1.0")
+        newest = AFTER_AMPERE.search(str(raw.get("gpu")).lower()) or precision == "fp8" or context
+        newer = str(raw.get("sequence_parallel")).lower() == "true" or "selective" in str(raw.get("recompute")).lower()
+        name = "megatron-core-2024" if newest else "megatron-2022" if newer else name
     if name == "llm-foundry" and "mixed_precision=default" in low:
         return "llm-foundry-amp"
     if name == "megatron-core-2024" and "tp-comm-overlap" in overlap:

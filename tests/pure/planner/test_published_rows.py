@@ -132,6 +132,34 @@ def test_only_one_source_ran_the_first_zero_3(tmp_path: Path) -> None:
     assert sources["elsewhere"]["bias"] < sources["sc21_t2, ZeRO 3 of 2021"]["bias"]
 
 
+def test_what_a_row_names_dates_its_megatron(tmp_path: Path) -> None:
+    """On H100, and with a context axis, attention is fused, which stored scores are slower than."""
+    whole = ROW | {
+        "seq_len": 4096,
+        "sequence_parallel": False,
+        "recompute": "none",
+        "global_batch": 16,
+        "micro_batch": 1,
+    }
+    told = {
+        "2021": {},
+        "2022": {"sequence_parallel": True},
+        "context": {"cp": 2, "dp": 2},
+        "Hopper": {"gpu": "H100-80G-SXM"},
+        "by name": {"gpu": "H100-80G-SXM", "framework": "Megatron-Core r0.8"},
+    }
+    rows = [whole | {"source_id": name} | more for name, more in told.items()]
+    result = accuracy(tmp_path / "rows.json", rows)
+    assert {name.split(",")[0] for name in result["likely"]} == {
+        "megatron-2021",
+        "megatron-2022",
+        "megatron-core-2024",
+        "all engines",
+    }
+    assert result["likely"]["megatron-core-2024, one node"]["num_rows"] == 3
+    assert result["sources"]["Hopper"]["bias"] == result["sources"]["by name"]["bias"]
+
+
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for text in ("{", "3", '{"other": []}'):
