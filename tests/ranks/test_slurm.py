@@ -32,6 +32,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
+FirstJobId={ports[0]}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -50,6 +51,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --ntasks={num_ranks} --requeue --open-mode=append --output=log
+while [ -n "$SLURM_RESTART_COUNT" ] && [ ! -e changed ]; do sleep 0.1; done
 srun --ntasks={num_ranks} phalanx train run.toml --run-dir run
 code=$?
 echo "attempt ${{SLURM_RESTART_COUNT:-0}} ended with $code"
@@ -71,7 +73,8 @@ def say(*words: str) -> str:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Slurm whose daemons are children of this process."""
+    """A Slurm whose daemons are children of this process. Ranks of a job meet at a port that follows from its number:
+    that of the first job is one that another Slurm on this machine will hardly have."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin")
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing or os.geteuid():
@@ -137,6 +140,7 @@ def test_warned_jobs_save_and_go_on_when_they_are_requeued(slurm: None, tmp_path
         (saved,) = (int(path.name.partition("-")[2]) for path in (folder / "run" / "checkpoints").glob("step-??????"))
         run_file = folder / "run.toml"
         run_file.write_text(run_file.read_text().replace("num_steps = 1000000", f"num_steps = {saved + 2}"))
+        (folder / "changed").touch()  # an attempt that has come before waits for it
     for folder in jobs:
         log = folder / "log"
         until(lambda: "attempt 1 ended with" in log.read_text(), f"the second end of {folder.name}")  # noqa: B023
