@@ -49,3 +49,11 @@ def test_ranks_of_a_tensor_group_wait_for_hosts_and_devices_both() -> None:
         assert float(idle.total_s[0]) == pytest.approx(work_s)
         busy = costs(LLAMA, JOB, CLUSTER, replace(engine(), host_layer_s=2 * work_s), layouts).layer_forward
         assert float(busy.total_s[0]) == pytest.approx((2.0 if tensor == 1 else 5**0.5) * work_s)
+
+
+def test_a_job_that_compiles_fuses_kernels_and_the_loss() -> None:
+    """Where an engine gains by it; others run as ever."""
+    eager, compiled = (engine("phalanx", replace(JOB, compile=compile)) for compile in (False, True))
+    assert (eager.elementwise_passes, eager.kernels.fused_loss) == (1.8, False)
+    assert (compiled.elementwise_passes, compiled.kernels.fused_loss) == (1.5, True)
+    assert engine("nanotron", replace(JOB, compile=True)) == engine("nanotron")
