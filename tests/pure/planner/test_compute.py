@@ -53,7 +53,7 @@ def test_ranks_of_a_tensor_group_wait_for_hosts_and_devices_both() -> None:
 
 def test_a_job_that_compiles_fuses_kernels_and_the_loss() -> None:
     """Where an engine gains by it; others run as ever."""
-    eager, compiled = (engine("phalanx", replace(JOB, compile=compile)) for compile in (False, True))
+    eager, compiled = (engine("phalanx", replace(JOB, compile=fuses)) for fuses in (False, True))
     assert (eager.elementwise_passes, eager.kernels.fused_loss) == (1.8, False)
     assert (compiled.elementwise_passes, compiled.kernels.fused_loss) == (1.5, True)
     assert engine("nanotron", replace(JOB, compile=True)) == engine("nanotron")
