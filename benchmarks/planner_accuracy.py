@@ -111,7 +111,8 @@ def _score(members: list[Row], used: Engine, walked: bool) -> list[Scored]:
         step_s[group.rows] = group.step_s
         places |= {int(at): (group, index) for index, at in enumerate(group.rows)}
         peak[group.rows] = group.memory_bytes.max(1)
-        reserved[group.rows] = group.memory_bytes[:, 0] - used.context_bytes
+        there = np.minimum(group.memory_bytes[:, 0], first.cluster.device.memory_bytes)  # no allocator has more
+        reserved[group.rows] = there - used.context_bytes
     scored, start = [], 0
     for row in members:
         part = slice(start, start := start + len(row.layouts))
