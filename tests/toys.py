@@ -63,7 +63,8 @@ def fail(plan: Plan, run_dir: RunDir) -> None:
     if rank() == 0:
         ring = RingWriter(ring_path(run_dir.path, 0), rank=0, coords=str(plan.layout.coord(0)))
         ring.step = 7
-        ring.wait(ring.begin(ring.site("data", (0, 1, 2), "all_reduce", "gradients"), sequence=5, num_bytes=64))
+        site = ring.site("data", (0, 1, 2), "all_reduce", "gradients", "sum", "float32")
+        ring.wait(ring.begin(site, sequence=5, num_bytes=64))
     time.sleep(LONG_S)
 
 

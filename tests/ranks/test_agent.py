@@ -157,7 +157,7 @@ def test_exception_is_reported_with_place_log_and_last_records(tmp_path: Path):
     assert "raised ValueError: x is 3" in text
     assert f"{TESTS / 'toys.py'}:" in text
     assert "in fail" in text
-    assert "all_reduce 'gradients' #5" in text
+    assert "all_reduce 'gradients' #5 of group data with ranks 0, 1, 2, sum of float32" in text
     assert "step 7" in text
     assert f"{TESTS / 'toys.py'}, line" in text, "the Python line of ranks that still lived"
     assert 'raise ValueError("x is 3")' in run_dir.log(2).read_text()

@@ -190,8 +190,14 @@ def test_what_a_member_sent_before_it_finished_arrives() -> None:
         pytest.param(
             lambda comm: comm.all_reduce(torch.ones(4), purpose="a"),
             lambda comm: comm.all_reduce(torch.ones(4), purpose="a", op="max"),
-            "made another call",
+            "max of float32",
             id="max instead of sum",
+        ),
+        pytest.param(
+            lambda comm: comm.all_reduce(torch.ones(4), purpose="a"),
+            lambda comm: comm.all_reduce(torch.ones(2).double(), purpose="a"),
+            "sum of float64",
+            id="dtype in as many bytes",
         ),
         pytest.param(
             lambda comm: (comm.all_reduce(torch.ones(4), purpose="a"), comm.all_reduce(torch.ones(4), purpose="b")),

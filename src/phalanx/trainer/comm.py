@@ -206,7 +206,10 @@ class GroupComm:
         if shape is None:
             payload = out_lengths if operation == "all_gather" else lengths if operation != "recv" else ()
             num_bytes = sum(payload) * dtype.itemsize
-            site = self.recorder.site(self.group, operation, purpose)
+            reduces = operation in ("all_reduce", "reduce_scatter")
+            site = self.recorder.site(
+                self.group, operation, purpose, op if reduces else "", dtype_name(dtype) if tensors else ""
+            )
             shape = Shape(operation, purpose, op, peer, channel, dtype, lengths, out_lengths, num_bytes, site)
             _check(shape, self.size, self.index)
             self._shapes[key] = shape
@@ -326,6 +329,11 @@ class Counting:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As `float32`: how ring files call it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _tuple(tensors: Tensors) -> tuple[Tensor, ...]:

@@ -77,9 +77,9 @@ class Recorder:
         """As `step 3, micro-batch 1, forward`: for error messages."""
         return place_in_words(self._step, self._micro_batch, self._phase)
 
-    def site(self, group: Group, operation: str, purpose: str) -> Site:
+    def site(self, group: Group, operation: str, purpose: str, reduce_op: str = "", dtype: str = "") -> Site:
         """Describe a place that calls; made once per place, used by every `begin` from there."""
-        number = self.ring.site(group.name, group.ranks, operation, purpose) if self.ring else 0
+        number = self.ring.site(group.name, group.ranks, operation, purpose, reduce_op, dtype) if self.ring else 0
         return Site((group.name, purpose, operation), number)
 
     def begin(self, site: Site, sequence: int, payload_bytes: int, peer: int = -1, channel: int = -1) -> int:

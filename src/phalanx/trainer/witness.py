@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.errors import RunError
 from phalanx.plan.comm import Group
-from phalanx.trainer.comm import Call
+from phalanx.trainer.comm import Call, dtype_name
 from phalanx.watch.events import Call as Record
 from phalanx.watch.events import RingState, in_words, process_status, read_ring
 from phalanx.watch.ranks import ranks_in_words
@@ -70,7 +70,8 @@ def _like(state: RingState, group: Group, me: int, call: Call) -> list[Record]:
 
 def _equal(record: Record, call: Call) -> bool:
     shape = call.shape
-    if shape.operation in _COUNTERPART:
-        return record.purpose == shape.purpose
-    mine = (shape.operation, shape.purpose, shape.payload_bytes)
-    return (record.operation, record.purpose, record.num_bytes) == mine
+    if (record.purpose, record.dtype or dtype_name(shape.dtype)) != (shape.purpose, dtype_name(shape.dtype)):
+        return False  # a barrier is of no type
+    mine = (shape.operation, shape.payload_bytes)
+    same = (record.operation, record.num_bytes) == mine and record.reduce_op in ("", shape.op)
+    return same or shape.operation in _COUNTERPART

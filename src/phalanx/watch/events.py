@@ -28,10 +28,10 @@ from phalanx.errors import RunError
 from phalanx.watch.ranks import as_ranges, from_ranges, ranks_in_words
 
 NUM_CALLS = 128
-_MAGIC = b"PHXRING2"
+_MAGIC = b"PHXRING3"
 _STRINGS_BYTES = 64 * 1024
-_IDENTITY = struct.Struct("<8siiid")  # magic, pid, parent, rank, copied at
-_COPIED_OFFSET = struct.calcsize("<8siii")
+_IDENTITY = struct.Struct("<8siiidd")  # magic, pid, parent, rank, wall clock minus monotonic, copied at
+_COPIED_OFFSET = struct.calcsize("<8siiid")
 _STATE = struct.Struct("<qiHdQd")  # step, micro-batch, phase, heartbeat, number of the call waited in, since
 _STATE_OFFSET = 64
 _USED = struct.Struct("<I")  # bytes of strings in use
@@ -55,7 +55,8 @@ class Call:
     """One communication call. Times are seconds of the host's monotonic clock; None means that it has not come to that.
 
     `sequence` counts, from 1, the collectives of the group, or the messages of one (peer, channel, direction).
-    `peer` is a global rank (send, recv, broadcast's root). `wait_s`: when the rank began to block for it.
+    `peer` is a global rank (send, recv, broadcast's root). `reduce_op` and `dtype` ("float32") are "" where there is
+    nothing to reduce, or no tensor. `wait_s`: when the rank began to block for it.
     """
 
     number: int
@@ -63,6 +64,8 @@ class Call:
     members: tuple[int, ...]
     operation: str
     purpose: str
+    reduce_op: str
+    dtype: str
     num_bytes: int
     sequence: int
     peer: int | None
@@ -75,12 +78,13 @@ class Call:
     end_s: float | None
 
     def __str__(self) -> str:
-        """As `all_reduce 'mlp output' #8 of group tensor with ranks 2, 3`."""
+        """As `all_reduce 'mlp output' #8 of group tensor with ranks 2, 3, sum of float32`."""
         toward = {"send": "to", "recv": "from", "broadcast": "from"}.get(self.operation)
         peer = f" {toward} rank {self.peer}" if toward and self.peer is not None else ""
         channel = f" on channel {self.channel}" if self.channel is not None else ""
         group = f" of group {self.group} with ranks {ranks_in_words(self.members)}"
-        return f"{self.operation} '{self.purpose}' #{self.sequence}{peer}{channel}{group}"
+        kind = f", {f'{self.reduce_op} of ' if self.reduce_op else ''}{self.dtype}" if self.dtype else ""
+        return f"{self.operation} '{self.purpose}' #{self.sequence}{peer}{channel}{group}{kind}"
 
     @property
     def place(self) -> str:
@@ -93,6 +97,7 @@ class RingState:
     """One rank as its ring file shows it. `read_s` is the monotonic time at which the file was read, or copied.
 
     `calls` are the last ones in the order in which they began; `waiting` is the one that the rank blocks in, if any.
+    Adding `wall_clock_offset_s` to a time gives Unix time, by which ranks of several hosts can be compared.
     """
 
     pid: int
@@ -105,6 +110,7 @@ class RingState:
     phase: str
     heartbeat_s: float
     read_s: float
+    wall_clock_offset_s: float
     waiting: Call | None
     calls: tuple[Call, ...]
 
@@ -128,7 +134,8 @@ class RingWriter:
         self._number = 0
         self._waiting, self._since = 0, 0.0
         self._map = _create(path)
-        _IDENTITY.pack_into(self._map, 0, _MAGIC, os.getpid(), os.getppid(), rank, 0.0)
+        offset = time.time() - time.monotonic()
+        _IDENTITY.pack_into(self._map, 0, _MAGIC, os.getpid(), os.getppid(), rank, offset, 0.0)
         for text in ("", coords, socket.gethostname()):
             self.intern(text)
         self.beat()
@@ -148,9 +155,11 @@ class RingWriter:
             number = self._strings[text] = len(self._strings)
         return number
 
-    def site(self, group: str, members: Sequence[int], operation: str, purpose: str) -> int:
+    def site(
+        self, group: str, members: Sequence[int], operation: str, purpose: str, reduce_op: str = "", dtype: str = ""
+    ) -> int:
         """Intern what is the same in every call made from one place; `begin` takes the number."""
-        return self.intern(_SEPARATOR.join((group, as_ranges(members), operation, purpose)))
+        return self.intern(_SEPARATOR.join((group, as_ranges(members), operation, purpose, reduce_op, dtype)))
 
     def beat(self) -> None:
         """Say that the rank is alive, and where: `step`, `micro_batch` (-1: none) and `phase` (an interned string)."""
@@ -237,7 +246,7 @@ def read_ring(path: Path) -> RingState:
     data = _stable(path)
     if len(data) != FILE_BYTES or not data.startswith(_MAGIC):
         raise RunError(f"{path} is not a ring file of this version: {len(data)} bytes, beginning with {data[:8]!r}")
-    _, pid, parent, rank, copied_s = _IDENTITY.unpack_from(data, 0)
+    _, pid, parent, rank, offset_s, copied_s = _IDENTITY.unpack_from(data, 0)
     step, micro_batch, phase, heartbeat_s, waiting, _ = _STATE.unpack_from(data, _STATE_OFFSET)
     text = dict(enumerate(_read_strings(data)))
     calls = sorted(_read_calls(data, text), key=lambda call: call.number)
@@ -252,6 +261,7 @@ def read_ring(path: Path) -> RingState:
         phase=text.get(phase, ""),
         heartbeat_s=heartbeat_s,
         read_s=copied_s or time.monotonic(),
+        wall_clock_offset_s=offset_s,
         waiting=next((call for call in calls if call.number == waiting), None),
         calls=tuple(calls),
     )
@@ -337,7 +347,7 @@ def _read_calls(data: bytes, text: dict[int, str]) -> list[Call]:
         if number == 0 or number != again or number % NUM_CALLS != index:
             continue  # never used, or cut short by the writer's death
         names = text.get(site, "").split(_SEPARATOR)
-        group, members, operation, purpose = names if len(names) == 4 else ("?",) * 4
+        group, members, operation, purpose, *kind = names if len(names) == 6 else (*("?",) * 4, "", "")
         calls.append(
             Call(
                 number=number,
@@ -345,6 +355,8 @@ def _read_calls(data: bytes, text: dict[int, str]) -> list[Call]:
                 members=from_ranges(members),
                 operation=operation,
                 purpose=purpose,
+                reduce_op=kind[0],
+                dtype=kind[1],
                 num_bytes=num_bytes,
                 sequence=sequence,
                 peer=None if peer == _NOBODY else peer,

@@ -31,7 +31,7 @@ def ring(tmp_path):
 
 
 def call(ring, sequence=1, **where):
-    site = ring.site("tensor", (2, 3), "all_reduce", "mlp output")
+    site = ring.site("tensor", (2, 3), "all_reduce", "mlp output", "sum", "float32")
     return ring.begin(site, sequence=sequence, num_bytes=1024, **where)
 
 
@@ -40,7 +40,7 @@ def test_what_is_written_is_read(ring):
     first = call(ring, 7)
     ring.wait(first)
     ring.end(first)
-    site = ring.site("pipeline", (0, 2), "recv", "activations")
+    site = ring.site("pipeline", (0, 2), "recv", "activations", dtype="bfloat16")
     second = ring.begin(site, sequence=5, num_bytes=64, peer=0, channel=1)
     state = read_ring(ring.path)
     assert (state.pid, state.parent_pid, state.rank) == (os.getpid(), os.getppid(), 2)
@@ -48,12 +48,21 @@ def test_what_is_written_is_read(ring):
     assert state.waiting is None
     done, open_ = state.calls
     assert (done.number, done.group, done.members, done.operation) == (first, "tensor", (2, 3), "all_reduce")
-    assert (done.purpose, done.num_bytes) == ("mlp output", 1024)
+    assert (done.purpose, done.reduce_op, done.dtype, done.num_bytes) == ("mlp output", "sum", "float32", 1024)
+    assert (open_.purpose, open_.reduce_op, open_.dtype, open_.num_bytes) == ("activations", "", "bfloat16", 64)
     assert (done.sequence, done.step, done.micro_batch, done.phase) == (7, 3, 1, "forward")
     assert (done.peer, done.channel) == (None, None)
     assert done.begin_s <= done.wait_s <= done.end_s <= time.monotonic()
     assert (open_.number, open_.peer, open_.channel, open_.wait_s, open_.end_s) == (second, 0, 1, None, None)
     assert state.under_way == (open_,)
+
+
+def test_times_of_a_ring_are_comparable_with_those_of_other_hosts(ring, tmp_path):
+    ring.end(call(ring))
+    copy_ring(ring.path, tmp_path / "copy.ring")
+    for state in (read_ring(ring.path), read_ring(tmp_path / "copy.ring")):
+        age_s = time.time() - (state.wall_clock_offset_s + state.calls[0].end_s)
+        assert abs(age_s - (time.monotonic() - state.calls[0].end_s)) < 1  # both clocks run on
 
 
 def test_the_last_calls_are_kept_in_order(ring):
@@ -91,7 +100,7 @@ def test_words_for_a_waiting_rank(ring, monkeypatch):
     monkeypatch.setattr(events.time, "monotonic", lambda: since + 3.14)
     assert in_words(read_ring(ring.path)) == (
         "rank 2 (pipeline 1 data 0 tensor 0): waits 3.1 s in all_reduce 'mlp output' #8 "
-        "of group tensor with ranks 2, 3; step 3, micro-batch 1, forward"
+        "of group tensor with ranks 2, 3, sum of float32; step 3, micro-batch 1, forward"
     )
 
 
