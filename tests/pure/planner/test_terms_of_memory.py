@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.operations import Block, Kernels
 from phalanx.planner import memory
 from phalanx.planner.candidates import of
+from phalanx.planner.describe import memory_sum
 from phalanx.planner.engine import Engine, States
 from phalanx.planner.estimate import Footprint, footprints
 from phalanx.spec.model import ModelSpec
+from phalanx.units import parse_bytes
 
 BARE = Engine(name="bare", source="", states={"bf16": States(parameter=2, gradient=4, optimizer=12)})
 MICRO_BATCH, BUCKET = 2, 1000
@@ -156,6 +159,39 @@ def test_what_later_layers_leave_is_enough_to_make_one_again() -> None:
     assert found.memory["activations"].tolist() == [[3 * BOUNDARY + 3 * block.kept_bytes]]
     halves = kind("activations", recompute="full", recompute_every=2, pipeline=2)  # layers 0 to 3 and 4 to 6
     assert halves == [2 * (2 * BOUNDARY + 2 * block.kept_bytes), 2 * BOUNDARY + block.kept_bytes + block.kept_bytes]
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+def test_scores_are_kept_without_flash_and_sequences_cut_everything(attention: Literal["flash", "math"]) -> None:
+    """Softmax's output is kept, in compute precision, instead of one log-sum-exp per query and head; a context axis
+    halves the queries, and with them all that is kept, of which keys and values of others are no part."""
+    runner = replace(BARE, kernels=Kernels(attention=attention))
+    (held,), (fused,) = kind("activations", runner), kind("activations")
+    heads = MICRO_BATCH * LLAMA.num_heads * 96
+    assert held - fused == (7 * heads * (2 * 96 - 4) if attention == "math" else 0)
+    assert kind("activations", runner, context=2) == [held / 2]
+    assert kind("logits", runner, context=2) == [kind("logits", runner)[0] / 2]
+
+
+def test_a_cut_sequence_divides_what_the_tensor_axis_leaves_whole() -> None:
+    """Inputs of both norms and of both opening products, and the norms' scales: four tensors as wide as hidden."""
+    whole, cut = kind("activations", tensor=2), kind("activations", tensor=2, sequence_parallel=True)
+    assert whole[0] - cut[0] == 7 * (4 * BOUNDARY / 2 + 2 * 192 * 4 / 2)
+    gathers = replace(BARE, kernels=Kernels(keep_gathered=1.0))
+    assert kind("activations", gathers, tensor=2, sequence_parallel=True)[0] - cut[0] == 7 * 2 * BOUNDARY / 2
+
+
+def test_a_refusal_shows_its_sum() -> None:
+    loose = replace(BARE, fragmentation=1.25, context_bytes=10**9, whole_gradients=2)
+    for chosen in ({"pipeline": 2, "data": 2, "zero": 2}, {"data": 2, "zero": 3, "recompute": "full"}):
+        found = footprint(loose, **chosen)
+        words = memory_sum(found, 0, 2**20)
+        stage, parts = re.fullmatch(r"stage (\d) needs [\d.]+ .iB of 1 MiB: (.*)", words).groups()  # type: ignore[union-attr]
+        sizes = {kind: parse_bytes(size) for size, kind in re.findall(r"([\d.]+ [KMG]?i?B) (\w+)", parts)}
+        held = {name: np.broadcast_to(v, found.held.elements.shape)[0] for name, v in found.memory.items()}
+        assert sizes.keys() == {name for name, size in held.items() if size[int(stage)]}
+        assert all(sizes[name] == pytest.approx(held[name][int(stage)], rel=0.06) for name in sizes)
+        assert found.memory_bytes[0, int(stage)] == found.memory_bytes.max()
 
 
 def test_what_the_allocator_and_libraries_take() -> None:
