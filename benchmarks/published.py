@@ -304,7 +304,7 @@ def _layouts(raw: dict[str, Any], model: ModelSpec, job: JobSpec, num_devices: i
     micro_batches = [printed] if printed else [b for b in (1, 2, 4, 8) if per_rank % b == 0]
     chunks = [_whole(raw, "vpp", 1)] if raw.get("vpp") else _chunks(model, pipeline)
     recomputes = [_recompute(raw["recompute"])] if raw.get("recompute") is not None else RECOMPUTES
-    if raw.get("source_id") in UNREPEATED and "recompute" in (raw.get("assumed") or ()):
+    if raw.get("source_id") in UNREPEATED and "recompute" in str(raw.get("assumed")):
         recomputes = ["none"]
     told = _flag(raw.get("sequence_parallel"))
     for micro_batch in micro_batches:

@@ -25,6 +25,7 @@ SITES = {
 # The first whose key is part of the printed name, written as "h100-80gb-hbm3".
 GPUS = (
     ("h200", "dgx-h200"),
+    ("gh200", "dgx-h100"),
     ("gb200", "gb200-nvl72"),
     ("gb300", "gb200-nvl72"),
     ("b300", "dgx-b200"),

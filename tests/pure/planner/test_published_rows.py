@@ -34,13 +34,13 @@ SHARDED = LLAMA | {"framework": "torchtitan", "tp": 1, "pp": 1, "dp": 8, "zero":
 MACHINES = (
     *("V100-16G", "V100-32G", "T4-16G", "A100-SXM-40GB", "A100-PCIe-80GB", "A800", "H100-80G-SXM", "H100-PCIe-80GB"),
     *("NVIDIA H100 80GB HBM3", "H800", "H200-SXM", "B200-SXM", "GB200", "AMD Instinct MI300X", "L40S", "RTX 4090"),
-    *("RTX3090", "Ascend-910B", "TPU v4", None),
+    *("RTX3090", "Ascend-910B", "GH200 96GB", "TPU v4", None),
 )
 ENGINES = (
     *("Megatron-LM", "Megatron-Core r0.12", "NeMo 25.04", "nanotron", "torchtitan", "PyTorch FSDP", "DeepSpeed"),
     *("DeepSpeed ZeRO-3", "llm-foundry/Composer FSDP", "Colossal-AI", "MaxText", None),
 )
-NONSENSE = (None, 0, -1, 3, 64, 1.5, 1e30, "x", "", "8", True, [], {}, "full", "none")
+NONSENSE = (None, 0, -1, 3, 64, 1.5, 1e30, "x", "", "8", True, [], {}, "full", "none", "2,048", "nan", "fsdp")
 
 
 def mutilated(draw: random.Random) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def mutilated(draw: random.Random) -> dict[str, Any]:
     row = json.loads(json.dumps(draw.choice([ROW, LLAMA, MIXTURE, SHARDED])))
     row |= {"gpu": draw.choice(MACHINES), "framework": draw.choice(ENGINES)}
     for _ in range(draw.choice([0, 1, 2, 4])):
-        key = draw.choice(sorted(row))
+        key = draw.choice([*sorted(row), "assumed"])
         if draw.random() < 0.5:
-            row.pop(key)
+            row.pop(key, None)
         else:
             row[key] = draw.choice(NONSENSE)
     return row
