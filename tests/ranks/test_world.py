@@ -197,6 +197,47 @@ def test_a_port_in_use_is_named() -> None:
             rendezvous.open_store("127.0.0.1", other.getsockname()[1], serve=True, timeout_s=1)
 
 
+def become_task(rank: int, job: int, port: int) -> None:
+    """Set what srun sets, of a job of two tasks on one node."""
+    os.environ.update(SLURM_JOB_ID=str(job), SLURM_STEP_ID="0", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+    os.environ.update(SLURM_NTASKS="2", SLURM_STEP_NUM_NODES="1", MASTER_PORT=str(port))
+
+
+def test_jobs_of_slurm_that_share_a_port_do_not_meet(tmp_path: Path) -> None:
+    """The first job's rank 0 serves, and waits for its rank 1. Both ranks of the second end at once, with a reason."""
+    port, plan = free_port(), tiny_plan(Layout(data=2))
+
+    def main(rank: int) -> Any:
+        number, job = rank % 2, 100 + rank // 2
+        become_task(number, job, port)
+        if job == 101:  # once the first job's rank 0 is there
+            rendezvous._await_listener("127.0.0.1", port, 30.0)
+            with pytest.raises((InputError, CommError)) as caught:
+                join(plan, RunDir(tmp_path / "101"))
+            (tmp_path / f"refused {number}").touch()
+            return str(caught.value)
+        while number == 1 and len(list(tmp_path.glob("refused *"))) < 2:
+            time.sleep(0.02)
+        member = join(plan, RunDir(tmp_path / "100"))
+        total = torch.ones(1)
+        member.comm("data").all_reduce(total, purpose="sum")
+        member.close()
+        return total.item()
+
+    *sums, taken, other = run_ranks(4, main)
+    assert sums == [2, 2]
+    assert f"127.0.0.1:{port}: Address already in use" in taken
+    assert f"127.0.0.1:{port} is that of step 0 of Slurm's job 100; this is step 0 of Slurm's job 101" in other
+
+
+def test_what_listens_and_is_no_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(CommError, match=f"listens on 127.0.0.1:{port} is not this run's store: it does not answer"):
+            rendezvous.open_store("127.0.0.1", port, serve=False, timeout_s=30)
+
+
 def test_no_room_for_shared_memory_falls_back_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(world, "say", said.append)
@@ -282,6 +323,9 @@ def test_srun_is_read() -> None:
     assert (process.rank, process.num_ranks, process.attempt, process.serves) == (0, 4, 1, True)
     assert process.address == "node003"
     assert 10000 <= process.port < 30000
+    assert process.run == "step 1 of Slurm's job 77"
+    ports = {Process.read({**environ, "SLURM_JOB_ID": str(77 + n)}).port for n in range(2500)}
+    assert len(ports) == 2500
     assert Process.read({**environ, "SLURM_STEP_ID": "2"}).port != process.port
     assert Process.read({**environ, "SLURM_STEP_NUM_NODES": "1"}).address == "127.0.0.1"
     assert Process.read({**environ, "MASTER_ADDR": "here", "MASTER_PORT": "5"}).address == "here"

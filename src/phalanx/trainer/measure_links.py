@@ -26,7 +26,7 @@ from phalanx.spec.clusters import memory_bytes
 from phalanx.trainer.measure import device_figures
 from phalanx.trainer.process import keep_freed_memory
 from phalanx.trainer.recorder import Recorder
-from phalanx.trainer.rendezvous import exchange, open_store
+from phalanx.trainer.rendezvous import exchange
 from phalanx.trainer.world import Process, connect
 
 SIZES = tuple(2**power for power in range(12, 25, 2))
@@ -165,7 +165,7 @@ def measure(path: Path) -> None:
         here = Here(rank=0, machines=((0,),), device=device)
         table = cluster_table(here, _figures(device, 1), {})
     else:
-        store = open_store(process.address, process.port, serve=process.serves, timeout_s=_TIMEOUT_S)
+        store = process.open_store(_TIMEOUT_S)
         names = exchange(store, rank, num_ranks, "host", socket.gethostname(), timeout_s=_TIMEOUT_S)
         machines = tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
         if len({len(ranks) for ranks in machines}) > 1:

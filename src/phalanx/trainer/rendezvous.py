@@ -9,6 +9,7 @@ import json
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -23,7 +24,10 @@ from phalanx.plan.plan import Plan
 from phalanx.watch.ranks import ranks_in_words
 
 NOTICE_S = 10.0
+_RUN = "run"  # the key under which the store says whose it is
 _RETRY_S = 0.2
+_ANSWER_S = 30.0
+"""A store answers who connects at once; torch would wait for one that does not for ever."""
 
 
 def say(line: str) -> None:
@@ -36,17 +40,12 @@ def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> dis
     """A client of the store at this address; with `serve`, the store itself, which listens on loopback alone if that is
     the address.
 
-    Raises InputError if the port is taken, CommError if nobody answers within the time limit.
+    Raises InputError if the port is taken, CommError if nobody answers within the time limit, or no store.
     """
     limit = timedelta(seconds=timeout_s)
     if not serve:
         _await_listener(address, port, timeout_s)
-        try:
-            return dist.TCPStore(address, port, is_master=False, timeout=limit)
-        except RuntimeError as error:
-            raise CommError(
-                f"what listens on {address}:{port} is not this run's store: {_first_line(error)}"
-            ) from error
+        return _connect(address, port, limit)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -63,6 +62,27 @@ def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> dis
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
     )
+
+
+def check_run(store: dist.Store, rank: int, run: str, place: str, *, timeout_s: float) -> None:
+    """See that the store at `place` is the one that rank 0 of `run` serves: it says so there, before anything else.
+
+    Raises CommError if it is another run's, whose port is the same, or says nothing within the time limit.
+    """
+    if rank == 0:
+        store.set(_RUN, run)
+        return
+    deadline = time.monotonic() + timeout_s
+    while not store.check([_RUN]):
+        if time.monotonic() >= deadline:
+            raise CommError(f"the store at {place} does not say within {timeout_s:g} s whose it is")
+        time.sleep(0.01)
+    theirs = store.get(_RUN).decode()
+    if theirs != run:
+        raise CommError(
+            f"the store at {place} is that of {theirs}; this is {run}, whose rank 0 cannot serve one there: set "
+            "MASTER_PORT to another port"
+        )
 
 
 def exchange(store: dist.Store, rank: int, num_ranks: int, name: str, value: Any, *, timeout_s: float) -> list[Any]:
@@ -109,6 +129,25 @@ def check_equal(
         lines += [f"  {difference}" for difference in _plan(texts[0]).differences(_plan(texts[other]))]
     if lines:
         raise RunError("ranks were started with different plans or software\n" + "\n".join(lines))
+
+
+def _connect(address: str, port: int, limit: timedelta) -> dist.Store:
+    """A client of the store that listens there. Raises CommError if what listens is none."""
+    answer: list[dist.Store | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            answer.append(dist.TCPStore(address, port, is_master=False, timeout=limit))
+        except RuntimeError as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(min(_ANSWER_S, limit.total_seconds()))
+    found = answer[0] if answer else RuntimeError("it does not answer")
+    if isinstance(found, RuntimeError):
+        raise CommError(f"what listens on {address}:{port} is not this run's store: {_first_line(found)}") from found
+    return found
 
 
 def _await_listener(address: str, port: int, timeout_s: float) -> None:

@@ -34,7 +34,7 @@ from phalanx.trainer.comm import GroupComm, SoloComm, Transport
 from phalanx.trainer.neighbours import Listener, Neighbours
 from phalanx.trainer.process_group import ProcessGroupTransport, gloo_group, nccl_group
 from phalanx.trainer.recorder import Recorder
-from phalanx.trainer.rendezvous import check_equal, exchange, open_store, say
+from phalanx.trainer.rendezvous import check_equal, check_run, exchange, open_store, say
 from phalanx.trainer.shared_memory import SharedMemoryTransport
 from phalanx.trainer.streams import why_not_here
 from phalanx.trainer.witness import testify
@@ -87,7 +87,9 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """What whoever started this process says about it. `attempt` counts restarts; `serves`: it is to run the store."""
+    """What whoever started this process says about it. `attempt` counts restarts; `serves`: it is to run the store.
+
+    `run` names the run among those that may meet at its port, where that was not chosen for it alone: under srun."""
 
     rank: int
     num_ranks: int
@@ -96,6 +98,7 @@ class Process:
     address: str
     port: int
     serves: bool
+    run: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -120,9 +123,11 @@ class Process:
             local_rank=int(environ["SLURM_LOCALID"]),
             attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
             address=environ.get("MASTER_ADDR") or _slurm_address(environ),
-            # Jobs and steps that share a node must not meet; below Linux' range for outgoing connections.
-            port=int(environ.get("MASTER_PORT") or 10000 + (job * 16 + step) % 20000),
+            # Jobs and steps that share a node should not meet; below Linux' range for outgoing connections. The number
+            # of ports is prime, so that steps of one number share one only in jobs that are as many jobs apart.
+            port=int(environ.get("MASTER_PORT") or 10000 + (job * 16 + step) % 19997),
             serves=rank == 0,
+            run=f"step {step} of Slurm's job {job}",
         )
 
     @classmethod
@@ -130,6 +135,13 @@ class Process:
         """As `read`; where nobody started this process as a rank, it is the only one."""
         alone = cls(rank=0, num_ranks=1, local_rank=0, attempt=0, address=_LOOPBACK, port=0, serves=True)
         return cls.read() or alone
+
+    def open_store(self, timeout_s: float) -> dist.Store:
+        """This run's store, known to be its own. Raises InputError and CommError as `rendezvous.open_store` does."""
+        store = open_store(self.address, self.port, serve=self.serves, timeout_s=timeout_s)
+        if self.run:
+            check_run(store, self.rank, self.run, f"{self.address}:{self.port}", timeout_s=timeout_s)
+        return store
 
     def take_device(self) -> torch.device:
         """The GPU of this process, from now on the one that torch means, or the CPU where there are none."""
@@ -144,7 +156,8 @@ def join(plan: Plan | ModulePlan, run_dir: RunDir) -> World:
     """Become one rank of the run. Returns when all ranks have come.
 
     Raises LayoutError if there are more or fewer processes than the layout has ranks, RunError if ranks were started
-    with different plans or software, CommError if not all come within the job's time limit.
+    with different plans or software, CommError if not all come within the job's time limit, or another run's store is
+    where this one's should be.
     """
     layout, job = plan.layout, plan.job
     process = Process.here()
@@ -158,7 +171,7 @@ def join(plan: Plan | ModulePlan, run_dir: RunDir) -> World:
     recorder = Recorder(_ring(ring_path(run_dir.path, rank), rank, str(layout.coord(rank))))
     if layout.num_ranks == 1:
         return World(rank=rank, layout=layout, device=device, recorder=recorder, comms={})
-    store = open_store(process.address, process.port, serve=process.serves, timeout_s=job.comm_timeout_s)
+    store = process.open_store(job.comm_timeout_s)
     ours = dist.PrefixStore(f"attempt_{process.attempt}", store)
     facts = {"plan": plan.digest(), "torch": torch.__version__, "phalanx": phalanx.__version__}
     everyone = exchange(ours, rank, layout.num_ranks, "facts", facts, timeout_s=job.comm_timeout_s)
