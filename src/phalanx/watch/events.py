@@ -28,9 +28,11 @@ from phalanx.errors import RunError
 from phalanx.watch.ranks import as_ranges, from_ranges, ranks_in_words
 
 NUM_CALLS = 128
-_MAGIC = b"PHXRING3"
+_FAMILY = b"PHXRING"  # a magic number, pid and parent begin a ring file of any version
+_MAGIC = _FAMILY + b"3"
 _STRINGS_BYTES = 64 * 1024
 _IDENTITY = struct.Struct("<8siiidd")  # magic, pid, parent, rank, wall clock minus monotonic, copied at
+_OWNERS = struct.Struct("<8sii")
 _COPIED_OFFSET = struct.calcsize("<8siiid")
 _STATE = struct.Struct("<qiHdQd")  # step, micro-batch, phase, heartbeat, number of the call waited in, since
 _STATE_OFFSET = 64
@@ -133,9 +135,8 @@ class RingWriter:
         self._used = 0
         self._number = 0
         self._waiting, self._since = 0, 0.0
-        self._map = _create(path)
         offset = time.time() - time.monotonic()
-        _IDENTITY.pack_into(self._map, 0, _MAGIC, os.getpid(), os.getppid(), rank, offset, 0.0)
+        self._map = _create(path, _IDENTITY.pack(_MAGIC, os.getpid(), os.getppid(), rank, offset, 0.0))
         for text in ("", coords, socket.gethostname()):
             self.intern(text)
         self.beat()
@@ -212,44 +213,50 @@ def ring_path(run: Path, rank: int) -> Path:
 
 
 def remove_dead_rings() -> None:
-    """Remove this user's ring files whose writer is dead and whose writer's parent, who might still read it, is too."""
+    """Remove this user's ring files, of any version, whose writer is dead and whose writer's parent, who might still
+    read it, is too; and what is none, under such a name."""
     for path in ring_directory().glob(f"phalanx-{os.getuid()}-*.ring"):
         try:
-            state = read_ring(path)
+            with path.open("rb") as file:
+                head = file.read(_OWNERS.size)
         except FileNotFoundError:
             continue
-        except RunError:
-            path.unlink(missing_ok=True)
-            continue
-        if process_status(state.pid) == process_status(state.parent_pid) == "dead":
+        owners = _OWNERS.unpack(head)[1:] if len(head) == _OWNERS.size and head.startswith(_FAMILY) else ()
+        if all(process_status(pid) == "dead" for pid in owners):
             path.unlink(missing_ok=True)
 
 
 def copy_ring(source: Path, destination: Path) -> None:
     """Copy a ring file (whole or not at all) and note the time, so that the copy tells how long a call had waited.
 
-    Raises FileNotFoundError if there is none.
+    Raises FileNotFoundError if there is none, OSError, and then leaves nothing.
     """
     data = bytearray(source.read_bytes())
     if len(data) >= _COPIED_OFFSET + _TIME.size:
         _TIME.pack_into(data, _COPIED_OFFSET, time.monotonic())
     beside = destination.with_suffix(".part")
-    beside.write_bytes(data)
-    beside.replace(destination)
+    try:
+        beside.write_bytes(data)
+        beside.replace(destination)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_ring(path: Path) -> RingState:
     """Read a ring file or a copy of one, while its writer runs or after its death.
 
-    Raises FileNotFoundError if there is none, RunError if the file is not a ring file.
+    Raises FileNotFoundError if there is none, RunError if the file is not a ring file of this version, or damaged.
     """
     data = _stable(path)
     if len(data) != FILE_BYTES or not data.startswith(_MAGIC):
         raise RunError(f"{path} is not a ring file of this version: {len(data)} bytes, beginning with {data[:8]!r}")
     _, pid, parent, rank, offset_s, copied_s = _IDENTITY.unpack_from(data, 0)
     step, micro_batch, phase, heartbeat_s, waiting, _ = _STATE.unpack_from(data, _STATE_OFFSET)
-    text = dict(enumerate(_read_strings(data)))
-    calls = sorted(_read_calls(data, text), key=lambda call: call.number)
+    try:
+        text = dict(enumerate(_read_strings(data)))
+        calls = sorted(_read_calls(data, text), key=lambda call: call.number)
+    except (struct.error, ValueError) as error:
+        raise RunError(f"{path} is damaged: {error}") from error
     return RingState(
         pid=pid,
         parent_pid=parent,
@@ -301,13 +308,15 @@ def process_status(pid: int) -> str:
     return names.get(stat.rpartition(")")[2].split()[0], "sleeping")
 
 
-def _create(path: Path) -> mmap.mmap:
-    """A new file of zeros under a name of its own, renamed to `path`: a reader of the old file keeps the old one."""
+def _create(path: Path, identity: bytes) -> mmap.mmap:
+    """A new file, zeros but for its identity, under a name of its own, renamed to `path`: a reader of the old file
+    keeps the old one, and nobody takes the new one for an orphan."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, FILE_BYTES)
+            os.pwrite(descriptor, identity, 0)
             os.replace(beside, path)
             return mmap.mmap(descriptor, FILE_BYTES)
         finally:
@@ -330,7 +339,10 @@ def _stable(path: Path) -> bytes:
 def _read_strings(data: bytes) -> list[str]:
     strings = []
     position = _STRINGS_OFFSET
-    end = position + _USED.unpack_from(data, _USED_OFFSET)[0]
+    (used,) = _USED.unpack_from(data, _USED_OFFSET)
+    if used > _STRINGS_BYTES:
+        raise ValueError(f"{used} bytes of strings in a table of {_STRINGS_BYTES}")
+    end = position + used
     while position < end:
         (length,) = _LENGTH.unpack_from(data, position)
         position += _LENGTH.size

@@ -1,5 +1,6 @@
 """The ring file: what is written is read, also after death, and nothing that was half written is believed."""
 
+import errno
 import os
 import signal
 import struct
@@ -170,6 +171,34 @@ def test_other_files_are_refused(tmp_path):
         RingWriter(tmp_path / "no folder" / "x.ring", rank=0)
 
 
+@pytest.mark.parametrize("used", [2**17, 2**32 - 1])
+def test_a_damaged_table_of_strings_is_refused(ring, used):
+    data = bytearray(ring.path.read_bytes())
+    struct.pack_into("<I", data, 120, used)
+    ring.path.write_bytes(data)
+    with pytest.raises(RunError, match=f"is damaged: {used} bytes of strings in a table of 65536"):
+        read_ring(ring.path)
+
+
+def test_damaged_members_are_refused(ring):
+    ring.end(call(ring))
+    ring.path.write_bytes(ring.path.read_bytes().replace(b"\x1f2,3\x1f", b"\x1f2,x\x1f"))
+    with pytest.raises(RunError, match="is damaged: invalid literal"):
+        read_ring(ring.path)
+
+
+def test_a_copy_that_does_not_fit_leaves_nothing(ring, tmp_path, monkeypatch):
+    def full(path, data):
+        with path.open("wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(events.Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        copy_ring(ring.path, tmp_path / "copy.ring")
+    assert list(tmp_path.iterdir()) == [ring.path]
+
+
 def test_runs_do_not_meet(tmp_path):
     assert len({ring_path(tmp_path / run, rank) for run in "ab" for rank in range(3)}) == 6
     assert ring_path(tmp_path / "a" / ".." / "b", 0) == ring_path(tmp_path / "b", 0)
@@ -188,8 +217,12 @@ def test_only_rings_without_writer_and_reader_are_removed(tmp_path, monkeypatch)
         ring.path.write_bytes(data)
     broken = ring_path(tmp_path / "broken", 0)
     broken.write_bytes(b"")
+    newer, older = (ring_path(tmp_path / name, 0) for name in ("of a newer version", "of an older version, orphaned"))
+    newer.write_bytes(struct.pack("<8sii40x", b"PHXRING9", os.getpid(), child.pid))
+    older.write_bytes(struct.pack("<8sii40x", b"PHXRING1", child.pid, child.pid))
     remove_dead_rings()
-    assert set(tmp_path.glob("*.ring")) == {mine.path, read_later.path}
+    assert set(tmp_path.glob("*.ring")) == {mine.path, read_later.path, newer}
+    newer.unlink()
     for ring in (mine, orphan, read_later):
         ring.close()
     assert not list(tmp_path.glob("*.ring"))
