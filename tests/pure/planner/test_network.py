@@ -24,6 +24,14 @@ def test_strides_decide_the_link(size: int, stride: int, per_node: int, nodes: i
     assert (int(place.per_node), int(place.nodes)) == (per_node, nodes)
 
 
+@pytest.mark.parametrize(("size", "stride", "per_node"), [(3, 1, 2), (6, 1, 3), (3, 2, 2), (4, 2, 4)])
+def test_groups_that_do_not_divide_a_node_come_to_lie_across_two(size: int, stride: int, per_node: int) -> None:
+    """Of eight devices: the worst of three neighbours has two on one node and one on the next. A lone node has all."""
+    place = network.placement(CLUSTER, size, stride)
+    assert (int(place.per_node), int(place.nodes)) == (per_node, -(-size // per_node))
+    assert int(network.placement(replace(CLUSTER, num_nodes=1), size, stride).nodes) == 1
+
+
 def test_the_tensor_axis_stays_inside_a_node() -> None:
     places = network.placements(CLUSTER, Layout(tensor=8, data=2, pipeline=2))
     assert [int(places[axis].nodes) for axis in ("tensor", "data", "pipeline")] == [1, 2, 2]
