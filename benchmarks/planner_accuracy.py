@@ -198,8 +198,9 @@ def likely(scored: list[Scored]) -> dict[str, Any]:
     for entry in scored:
         if entry.row.source not in UNKNOWABLE:
             name = kind(entry.row.layouts[0], entry.row.cluster)
+            assert entry.row.step_s
             for whose in (entry.row.engine, "all engines"):
-                by_engine[f"{whose}, {name}"].append(1.0 / (1.0 + entry.error))
+                by_engine[f"{whose}, {name}"].append(entry.row.step_s / entry.step_s)
     return {
         name: {"num_rows": len(values), "percentiles": [float(p) for p in np.percentile(values, (10, 50, 90))]}
         for name, values in by_engine.items()
@@ -328,9 +329,12 @@ def main(arguments: list[str]) -> int:
     except PhalanxError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    result = report(score(rows, skipped=skipped), skipped)
+    scored = score(rows, skipped=skipped)
+    result = report(scored, skipped)
     if options.fit:
-        usable = [row for row in rows if row.step_s and row.fits and row.quality in OK and row.source not in UNKNOWABLE]
+        priced = {id(entry.row) for entry in scored}
+        told = [row for row in rows if id(row) in priced and row.step_s and row.fits]
+        usable = [row for row in told if row.quality in OK and row.source not in UNKNOWABLE]
         losses = Losses(usable, score)
         left_out = leave_one_out(usable, losses)
         result["fit"] = refit(usable, losses)

@@ -75,7 +75,7 @@ class Losses:
             for source, device in self.rows
             if source != without and device in devices
         ]
-        return float(np.mean(losses))
+        return float(np.mean(losses)) if losses else 0.0  # nothing to fit to
 
 
 def device_of(row: Row) -> str | None:

@@ -35,6 +35,9 @@ layers and head fit to 4 % without it; with it, products would have to exceed th
 MOST = 2**27
 """No size of a model, batch or cluster is larger; so products stay within 63 bits."""
 
+LEAST = 1e-15
+"""No number of a run is smaller, and none larger than its inverse; so quotients stay finite."""
+
 WITHOUT_LAYERS = "more stages than layers"
 CRASHED_WITHOUT_LAYERS = f"crashed with {WITHOUT_LAYERS}"
 """Why rows are skipped that no memory is needed to refuse."""
@@ -83,7 +86,7 @@ def _raw(path: Path) -> list[Any]:
     """The rows of a file: a list, or a table with a list under "rows"."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: lists in lists
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
     rows = table.get("rows") if isinstance(table, dict) else table
     if not isinstance(rows, list):
@@ -99,6 +102,8 @@ def _number(value: Any, key: str) -> float:
         raise Skip(f"{key} is no number") from None
     if not (math.isfinite(number) and number > 0):
         raise Skip(f"{key} is not above 0")
+    if not LEAST < number < 1 / LEAST:
+        raise Skip(f"{key} is beyond what a run may print")
     return number
 
 

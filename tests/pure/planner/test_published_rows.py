@@ -56,9 +56,9 @@ def mutilated(draw: random.Random) -> dict[str, Any]:
     return row
 
 
-def accuracy(path: Path, rows: list[Any]) -> dict[str, Any]:
+def accuracy(path: Path, rows: list[Any], *options: str) -> dict[str, Any]:
     path.write_text(json.dumps(rows))
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / "planner_accuracy.py"), str(path), "--json"]
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / "planner_accuracy.py"), str(path), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -162,13 +162,26 @@ def test_what_a_row_names_dates_its_megatron(tmp_path: Path) -> None:
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    for text in ("{", "3", '{"other": []}'):
+    for text in ("{", "3", '{"other": []}', 100_000 * "["):
         path.write_text(text)
         command = [sys.executable, str(BENCHMARKS / "planner_accuracy.py"), str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and "Traceback" not in done.stderr and str(path) in done.stderr
 
 
-@pytest.mark.parametrize("rows", [[], [ROW | {"gpu": "Abacus-1"}]])
+@pytest.mark.parametrize("rows", [[], [ROW | {"gpu": "Abacus-1"}], [SHARDED | {"gpu": "A100-SXM-80GB"}]])
 def test_nothing_to_score_is_said(tmp_path: Path, rows: list[Any]) -> None:
-    assert accuracy(tmp_path / "rows.json", rows)["overall"] == {"num_rows": 0}
+    """Nor to fit to: no row, no such machine, and one without 8-bit products."""
+    result = accuracy(tmp_path / "rows.json", rows, "--fit")
+    assert result["overall"] == result["leave_one_out_overall"] == {"num_rows": 0}
+    assert sum(result["skipped"].values()) == len(rows)
+
+
+def test_numbers_that_no_run_prints_are_skipped(tmp_path: Path) -> None:
+    """But for a long time, beside which nothing is left of the predicted one: their ratio still says something."""
+    keys = ("step_time_s", "tokens_per_s_per_gpu", "memory_gib")
+    tiny = {"layers": 2, "hidden": 64, "heads": 2, "ffn": 64}
+    rows = [ROW | {"measured": {key: value}} for key in keys for value in (1e300, 1e-300, 1e20)]
+    result = accuracy(tmp_path / "rows.json", [*rows, ROW | tiny | {"measured": {"step_time_s": 9e14}}])
+    assert result["skipped"] == {f"{key} is beyond what a run may print": 3 for key in keys}
+    assert result["likely"]["all engines, one node"]["percentiles"][0] > 1e16
