@@ -58,13 +58,15 @@ def test_products_of_experts_are_batched() -> None:
     assert (up.batch, up.m, up.n, up.k) == (2, 96, 480, 96)
 
 
+@pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_experts_are_cut_over_their_copies_only(zero: int) -> None:
-    layouts = of([Layout(data=16, zero=zero)])
+def test_experts_are_cut_over_their_copies_only(zero: int, context: int) -> None:
+    """Eight experts on 16 data ranks have two copies, each also on every rank of the context axis."""
+    layouts = of([Layout(data=16, context=context, zero=zero)])
     held = memory.held_elements(EXPERTS, layouts, np.array([[7]]), (0, 0))
     experts = 7 * 3 * 96 * 240
     assert held.experts[0, 0] == experts
-    assert held.shard[0, 0] == pytest.approx((held.elements[0, 0] - experts) / 16 + experts / 2)
+    assert held.shard[0, 0] == pytest.approx(((held.elements[0, 0] - experts) / 16 + experts / 2) / context)
 
 
 def test_experts_cost_messages_and_memory() -> None:
