@@ -9,7 +9,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from phalanx.errors import CheckFailed, InputError
+from phalanx.cli.inputs import count_of
+from phalanx.errors import CheckFailed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--prompt-key", metavar="KEY", help="where they hold what comes before it and is not learned")
     build.add_argument("--end-token", metavar="TOKEN", help="what ends a document, if the tokenizer does not tell")
     build.add_argument("-o", "--out", type=Path, metavar="DIR", help="the folder to build (data/ and a name)")
-    build.add_argument("--workers", type=int, metavar="N", help="processes (as many as cores)")
+    build.add_argument("--workers", type=count_of("processes"), metavar="N", help="processes (as many as cores)")
     what = "read a pair of token files from end to end"
     inspect = actions.add_parser("inspect", help=what, description=what)
     inspect.add_argument("prefix", type=Path, metavar="PREFIX", help="path of the pair, without .bin or .idx")
@@ -44,8 +45,6 @@ def _build(arguments: argparse.Namespace) -> int:
     from phalanx.data.build import build, default_name
     from phalanx.data.manifest import Wish
 
-    if arguments.workers is not None and arguments.workers < 1:
-        raise InputError(f"{arguments.workers} processes", where="--workers", instead="1 or more")
     wish = Wish(
         inputs=tuple(arguments.inputs),
         text_key=arguments.text_key,

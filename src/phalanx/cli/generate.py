@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from phalanx.cli.inputs import remark
+from phalanx.cli.inputs import count_of, remark
 from phalanx.errors import InputError
 
 
@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx generate`."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="run folder, checkpoint, or Hugging Face")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest continuation (64)")
+    what = "longest continuation (64)"
+    parser.add_argument("--max-tokens", type=count_of("tokens"), default=64, metavar="N", help=what)
     parser.add_argument(
         "--temperature",
         type=float,
@@ -33,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws (1)")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or another, where none is found by itself")
-    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="processes that share each layer (1)")
-    parser.add_argument(
-        "--pipeline", type=int, default=1, metavar="N", help="stages that share the layers among them (1)"
-    )
+    what = "processes that share each layer (1)"
+    parser.add_argument("--tensor", type=count_of("processes"), default=1, metavar="N", help=what)
+    what = "stages that share the layers among them (1)"
+    parser.add_argument("--pipeline", type=count_of("stages"), default=1, metavar="N", help=what)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,10 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for option in ("max_tokens", "tensor", "pipeline"):
-        if getattr(arguments, option) < 1:
-            where = f"--{option.replace('_', '-')}"
-            raise InputError(f"{getattr(arguments, option)}", where=where, instead="1 or more")
     if not 0 <= arguments.temperature < float("inf"):
         raise InputError(f"{arguments.temperature:g}", where="--temperature", instead="0 or more")
     if arguments.top_k < 0 or (arguments.top_k and not arguments.temperature):

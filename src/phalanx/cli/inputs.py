@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,18 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE.KEY=VALUE",
         help="override a key of the run file; may be repeated",
     )
+
+
+def count_of(noun: str) -> Callable[[str], int]:
+    """The type of an argument that says how many `noun` there are to be, 1 or more."""
+
+    def count(text: str) -> int:
+        number = int(text)
+        if number < 1:
+            raise argparse.ArgumentTypeError(f"{number} {noun}, not 1 or more")
+        return number
+
+    return count
 
 
 def remark(line: str) -> None:

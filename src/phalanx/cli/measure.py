@@ -8,8 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from phalanx.cli.inputs import writing
-from phalanx.errors import InputError
+from phalanx.cli.inputs import count_of, writing
 from phalanx.launch.environment import launched, num_gpus
 from phalanx.launch.script import start_script
 from phalanx.spec.clusters import num_cores
@@ -20,9 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("cluster.toml"), metavar="FILE", help="what to write (cluster.toml)"
     )
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="processes on this machine (one per GPU, or else per core)"
-    )
+    what = "processes on this machine (one per GPU, or else per core)"
+    parser.add_argument("--ranks", type=count_of("processes"), metavar="N", help=what)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,15 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
         if started.rank == 0:
             _say(arguments.output)
         return 0
-    ranks = num_gpus() or num_cores() if arguments.ranks is None else arguments.ranks
-    if ranks < 1:
-        raise InputError(f"{ranks} processes", where="--ranks", instead="1 or more")
+    ranks = arguments.ranks or num_gpus() or num_cores()
+    was_there = arguments.output.exists()
     with writing(arguments.output, "--output"), arguments.output.open("a", encoding="utf-8"):
         pass  # found out before it takes a minute
     code = start_script(ranks, ["-m", "phalanx.trainer.measure_links", str(arguments.output)])
     if code == 0:
         _say(arguments.output)
-    elif not arguments.output.stat().st_size:
+    elif not was_there and not arguments.output.stat().st_size:
         arguments.output.unlink()
     return code
 

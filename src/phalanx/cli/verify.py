@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phalanx.cli.inputs import add_run, plan_of, with_data
+from phalanx.cli.inputs import add_run, count_of, plan_of, with_data
 from phalanx.cli.table import entries
-from phalanx.errors import InputError
 from phalanx.spec.job import DataSpec
 
 if TYPE_CHECKING:
@@ -31,7 +30,8 @@ NUM_WORST, NUM_WORST_FAILED = 3, 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx verify`."""
     add_run(parser, plans=True)
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (3)")
+    what = "optimizer steps to compare (3)"
+    parser.add_argument("--steps", type=count_of("steps"), default=3, metavar="N", help=what)
     what = "text to run on where the run's own data are elsewhere: a glob, or python-stdlib, which is everywhere"
     parser.add_argument("--text", metavar="GLOB", help=what)
     parser.add_argument("--json", action="store_true", help="print every comparison as JSON")
@@ -44,8 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     from phalanx.studies.scaled import scaled
     from phalanx.studies.verify import as_json, verify
 
-    if arguments.steps < 1:
-        raise InputError(f"{arguments.steps} steps", where="--steps", instead="1 or more")
     plan = plan_of(arguments.run, arguments.overrides)
     if arguments.text:
         data = DataSpec(text=arguments.text, documents=plan.job.data.documents)

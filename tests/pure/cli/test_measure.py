@@ -26,3 +26,11 @@ def test_a_run_that_fails_leaves_no_empty_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("phalanx.cli.measure.start_script", lambda ranks, command: 3)
     assert main(["measure", "--ranks", "2", "-o", str(output)]) == 3
     assert not output.exists()
+
+
+def test_a_run_that_fails_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "cluster.toml"
+    output.touch()
+    monkeypatch.setattr("phalanx.cli.measure.start_script", lambda ranks, command: 3)
+    assert main(["measure", "--ranks", "2", "-o", str(output)]) == 3
+    assert output.exists()
