@@ -67,3 +67,16 @@ def test_logits_of_what_is_left_over_are_a_shorter_chunk() -> None:
     products = [(work.m, work.count) for work in found.forward if work.name == "logits"]
     assert products == [(24, 2), (16, 1)]
     assert not found.input_gradient or all(work.kind == "elementwise" for work in found.input_gradient)
+
+
+def test_the_loss_is_one_kernel_each_way_or_a_pass_for_each_of_its_steps() -> None:
+    """fp32 of bf16 logits: read and written once each way; or widened, read for their maximum, less it, their
+    exponentials, read for the sum, divided by it; and the gradient scaled and narrowed."""
+    cut, logits, wide = cut_of(LLAMA, 32, Layout(micro_batch=2), E), 1000, 4
+    fused, steps = (operations.cross_entropy(logits, cut, Kernels(fused_loss=way)) for way in (True, False))
+    assert (named(fused, "loss").bytes, named(fused, "loss gradient").bytes) == (2 * logits * wide, 2 * logits * wide)
+    passes = (E + wide) + wide + 2 * wide + 2 * wide + wide + 2 * wide
+    assert (named(steps, "loss").bytes, named(steps, "loss gradient").bytes) == (
+        logits * passes,
+        logits * (2 * wide + wide + E),
+    )
