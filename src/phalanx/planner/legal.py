@@ -38,8 +38,12 @@ def illegal(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, layouts: Candi
         "zero_group that ZeRO cannot cut within": _wrong_group(layouts),
         "expert_group that experts and data do not share": (layouts.expert_group > 0)
         & (np.gcd(model.num_experts, layouts.data) % np.maximum(layouts.expert_group, 1) + (not model.num_experts) > 0),
-        "reduction of whole gradients, which ZeRO cuts": (layouts.reduce in WITH_ERRORS)
-        & ((layouts.zero >= 2) | ((layouts.zero == 1) & (layouts.num_shards < layouts.data))),
+        "reduction that keeps errors, beside fp16 or gradients that ZeRO cuts": (layouts.reduce in WITH_ERRORS)
+        & (
+            (job.precision == "fp16")
+            | (layouts.zero >= 2)
+            | ((layouts.zero == 1) & (layouts.num_shards < layouts.data))
+        ),
         "recompute_every or recompute_layers that do not fit": _wrong_recompute(layouts),
         "more ranks than devices": ranks > cluster.num_devices,
     }

@@ -14,6 +14,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.legality import problems
 from phalanx.planner import legal
 from phalanx.planner.candidates import of
+from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
 
 BASES = (
@@ -57,18 +58,20 @@ def near_legal(shared: dict[str, Any]) -> list[Layout]:
     return list(dict.fromkeys(replace(base, **changes) for base, changes in itertools.product(BASES, made)))
 
 
-def broken(model: ModelSpec, many: list[Layout]) -> tuple[dict[str, Any], Any]:
+def broken(model: ModelSpec, many: list[Layout], job: JobSpec = JOB) -> tuple[dict[str, Any], Any]:
     """Which of `many` break each rule of arrays, and how many each layout breaks."""
-    rules = legal.illegal(model, JOB, CLUSTER, of(many))
+    rules = legal.illegal(model, job, CLUSTER, of(many))
     return rules, np.sum(list(rules.values()), axis=0)
 
 
 @pytest.mark.parametrize("shared", SHARED, ids=str)
-@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_each_rule_of_arrays_is_that_of_one(model: ModelSpec, shared: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "job"), [(LLAMA, JOB), (GPT, JOB), (LLAMA, replace(JOB, precision="fp16"))], ids=["llama", "gpt", "fp16"]
+)
+def test_each_rule_of_arrays_is_that_of_one(model: ModelSpec, job: JobSpec, shared: dict[str, Any]) -> None:
     many = near_legal(shared)
-    _, count = broken(model, many)
-    assert (count > 0).tolist() == [bool(problems(model, JOB, CLUSTER, layout)) for layout in many]
+    _, count = broken(model, many, job)
+    assert (count > 0).tolist() == [bool(problems(model, job, CLUSTER, layout)) for layout in many]
 
 
 def test_each_rule_is_the_only_one_that_some_layout_breaks() -> None:
