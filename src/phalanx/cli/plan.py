@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, write."""
-    from phalanx.planner.explain import explain
     from phalanx.planner.summary import as_json
     from phalanx.spec.load import load
 
@@ -50,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(as_json(found), indent=1) + "\n")
     elif arguments.explain:
+        from phalanx.planner.explain import explain
+
         sys.stdout.write(explain(found.plans[0], found.engine) + "\n")
     else:
         _show(found)

@@ -65,8 +65,10 @@ class Costs:
         return replace(self, which=self.which[index])
 
     def at(self, values: Any) -> Array:
-        """One of the fields, or a part of one, with an entry per layout."""
-        return np.asarray(values[self.which]) if np.ndim(values) else np.full(len(self.which), values)
+        """One of the fields, or a part of one, with an entry per layout: floats, also where it is whole bytes."""
+        if not np.ndim(values):
+            return np.full(len(self.which), float(values))
+        return np.asarray(values, dtype=float).take(self.which)
 
 
 def costs(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, layouts: Candidates) -> Costs:

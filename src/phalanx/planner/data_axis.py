@@ -75,7 +75,8 @@ def tail(
         """Seconds of `pieces` messages that make up `payload`, under the layouts at `rows`; 0 under others."""
         seconds = np.zeros(own.shape)
         if rows.any():
-            place = network.Placement(size=places[group].size[rows, None], per_node=places[group].per_node[rows, None])
+            size, per_node = (each[rows, None].astype(float) for each in (places[group].size, places[group].per_node))
+            place = network.Placement(size=size, per_node=per_node)
             count = np.broadcast_to(pieces, own.shape)[rows]
             seconds[rows] = count * network.collective_s(cluster, operation, payload[rows] / count, place)
         return seconds
@@ -83,10 +84,12 @@ def tail(
     buckets = np.maximum(1, np.ceil(reduced / layouts.bucket_bytes))
     sharded_pieces = np.maximum(1, num_layers) * engine.shard_messages if engine.shard_messages else buckets
     cut, copied = (layouts.zero == 1) | (layouts.zero == 2), (layouts.zero > 0) & (layouts.num_shards < layouts.data)
-    rounds = np.where(zero == 2, num_micro_batches[:, None], 1)
+    rounds = np.where(zero == 2, num_micro_batches[:, None], 1.0)
     reduce_s = split(layouts.zero == 0, "all_reduce", reduced, buckets)
     reduce_s = reduce_s + rounds * split(cut, "reduce_scatter", reduced, sharded_pieces)
-    reduce_s = reduce_s + split(copied, "all_reduce", reduced / layouts.num_shards[:, None], buckets, "replicas")
+    reduce_s = reduce_s + split(
+        copied, "all_reduce", reduced / layouts.num_shards[:, None].astype(float), buckets, "replicas"
+    )
     gather_s = split(cut, "all_gather", own * min(states.parameter, 4.0), sharded_pieces)
     if held.experts.any():
         reduce_s = reduce_s + _experts_s(cluster, engine, footprint, rounds)

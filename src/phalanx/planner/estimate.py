@@ -245,12 +245,12 @@ def price(model: ModelSpec, job: JobSpec, cluster: ClusterSpec, engine: Engine, 
     for first in distinct(rules)[0]:
         rows, name = np.flatnonzero(rules == rules[first]), layouts.schedules[layouts.schedule[first]]
         pipeline_s[rows] = timeline.bound(name, times.take(rows), places, num_micro_batches[rows])
-    forward_s, backward_s = (np.take(each, places, axis=1) for each in (times.forward_s, times.backward_s))
-    windows = (backward_s.sum(1), forward_s.sum(1))
+    windows = (timeline.by_coordinate(seconds, places) for seconds in (times.backward_s, times.forward_s))
     tail = data_axis.tail(cluster, engine, job.precision, footprint, links, num_micro_batches, *windows)
     # A later coordinate ends its last backward earlier than the first: that much of its tail costs nothing.
-    hops = np.arange(places.shape[1]) * times.transfer_s[:, None]
-    slack = np.cumsum(backward_s[:, 0], 1) - backward_s[:, 0] + hops
+    hops = np.arange(places.shape[1], dtype=float) * times.transfer_s[:, None]
+    first_s = times.backward_s.take(places[0], axis=1)
+    slack = np.cumsum(first_s, 1) - first_s + hops
     tail_s = np.maximum(0.0, (tail.exposed_s + tail.optimizer_s - slack).max(1)) + engine.host_step_s
     return Group(
         footprint=footprint,

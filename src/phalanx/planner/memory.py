@@ -101,7 +101,7 @@ def chunk_bytes(costs: Costs, layers: Array, repeated: Array, closing: Array, ca
     being recomputed, [layouts, coordinates]. `repeated` [cases, chunks, coordinates]: how many of `layers` [chunks,
     coordinates] are, in the `case` of each layout; `closing`: whether the last of them is. A layer that is not, behind
     the last one that is, has left more than that one needs."""
-    kept, plain = (_column(costs.at(each)).astype(float) for each in (costs.kept_bytes, costs.kept_bytes_plain))
+    kept, plain = (_column(costs.at(each)) for each in (costs.kept_bytes, costs.kept_bytes_plain))
     largest = layers.max(0).astype(float) * kept
     for number, again in enumerate(repeated):
         if (again != layers).any():
@@ -222,7 +222,7 @@ def held_elements(model: ModelSpec, layouts: Candidates, layers: Array, ends: tu
     parts[:, ends[1] : ends[1] + 1] += head
     group = layouts.shard_group
     if not model.num_experts:
-        shard = parts / _column(group * layouts.context)
+        shard = parts / _column(group * layouts.context).astype(float)
         return Held(elements=parts, experts=np.zeros_like(parts), shard=shard, spread=np.ones_like(layouts.data))
     experts = layers.sum(0) * _column(count.experts)
     spread = np.asarray(expert_spread(model, layouts))
