@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,11 @@ from phalanx.planner import memory
 from phalanx.planner.advice import step_s
 from phalanx.planner.candidates import of
 from phalanx.planner.engine import engine
+from phalanx.planner.estimate import estimate
 from phalanx.planner.machinery import NEAR
 from phalanx.planner.search import predict, search
 from phalanx.spec import models
+from phalanx.spec.cluster import ClusterSpec
 
 EXPERTS = replace(LLAMA, num_experts=8, experts_per_token=2)
 ENGINE = "megatron-core-2024"
@@ -138,6 +141,28 @@ def test_fewer_ranks_for_experts_mean_shorter_ways_and_more_to_hold() -> None:
     assert close.step_s_by_kind["tensor"] < far.step_s_by_kind["tensor"]
     assert close.step_s_by_kind["data"] > far.step_s_by_kind["data"]  # copies of experts add their gradients
     assert close.memory_bytes[0]["parameters"] > far.memory_bytes[0]["parameters"]
+
+
+IDLE = replace(engine(ENGINE), host_layer_s=0.0)
+"""With no host that anything could hide behind."""
+
+
+def test_layouts_that_are_priced_together_cost_what_each_costs_alone() -> None:
+    """Where experts lie depends on the data axis, their groups, and what lies inside of it."""
+    slow = replace(MACHINE, inter_node=replace(MACHINE.inter_node, bytes_per_s=1e9))
+    some: list[dict[str, Any]] = [{}, {"outermost": "data"}, {"expert_group": 2}, {"tensor": 2, "data": 2}]
+    some += [{"pipeline": 1, "data": 8}, {"pipeline": 1, "data": 8, "expert_group": 4}, {"pipeline": 4, "data": 2}]
+    many = [Layout(**{"pipeline": 2, "data": 4, **chosen}) for chosen in some]
+    together = np.empty(len(many))
+    for group in estimate(EXPERTS, JOB, slow, IDLE, of(many)):
+        together[group.rows] = group.step_s
+    alone = [predict_s(slow, layout) for layout in many]
+    assert together == pytest.approx(alone, rel=1e-12) and len(set(alone)) == len(many)
+
+
+def predict_s(cluster: ClusterSpec, layout: Layout) -> float:
+    (group,) = estimate(EXPERTS, JOB, cluster, IDLE, of([layout]))
+    return float(group.step_s[0])
 
 
 def test_experts_are_part_of_the_reason() -> None:
