@@ -17,9 +17,10 @@ from tiny import toy_cluster
 from torch import Tensor, nn
 
 from phalanx.errors import InputError, LayoutError
+from phalanx.own.blocks import Blocks
 from phalanx.own.families import table_of
 from phalanx.own.plan_for import plan_for
-from phalanx.own.record import record
+from phalanx.own.record import _Watch, record
 from phalanx.own.stage import call
 from phalanx.plan import operations
 from phalanx.plan.cut import cut_of
@@ -111,6 +112,31 @@ def test_a_frozen_block_is_not_taken_for_the_trained_one_before_it() -> None:
     _, trained, frozen = (flops(part.backward, "matmul") for part in parts[1:4])
     assert frozen == trained / 2  # of the inputs alone
     assert [part.num_trained > 0 for part in parts[1:-1]] == [True, True, False, True]
+
+
+class Window(nn.Module):
+    """Of every second block, half of the rows are enough."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.enter, self.number, self.window = nn.Linear(8, 8), number, 8 if number % 2 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.enter(x[:, : self.window]), x[:, 8:] if self.window else x[:, :0]), dim=1)
+
+
+def test_blocks_that_differ_by_what_they_hold_are_told_apart_but_not_by_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    part = _Watch.part
+    monkeypatch.setattr(_Watch, "part", lambda watch, name, *rest: (seen.append(name), part(watch, name, *rest))[1])
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*map(Window, range(6))), nn.Linear(8, 8))
+    batch = torch.zeros(2, 16, 8)
+    parts = record(model, batch, lambda output, _: output.sum(), forward=call, blocks=Blocks(path="1"), cuts=None)
+    whole, *others = (flops(each.forward, "matmul") for each in parts[1:-1])
+    assert others == [whole / 2, whole, whole / 2, whole, whole / 2]
+    assert seen == ["before", "block 0", "block 1", "block 2", "block 5", "after"]  # the first and last have hooks
 
 
 class Attends(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from phalanx.trainer.comm import Counting, GroupComm
 from phalanx.trainer.recorder import Recorder
 
 aten = torch.ops.aten
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,8 @@ def record(
     dtype: torch.dtype = torch.float32,
 ) -> list[Recorded]:
     """The parts of a module in order: what comes before its blocks, each block, what comes after, the loss included;
-    without blocks, the module is one part. `batch` is an example with samples along dim 0.
+    without blocks, the module is one part. `batch` is an example with samples along dim 0. Blocks that hold the same
+    modules, shapes and plain values, but for their number, are taken to do the same.
 
     Raises InputError if the module cannot be run without data.
     """
@@ -114,10 +116,11 @@ def _by_blocks(
     before = [parameter for name, parameter in outside.items() if name in early]
     after = [parameter for name, parameter in outside.items() if name not in early]
     part, nest = watch.part("before", before, lambda _: blocks.enter(module, values), None)
-    found, known = [part], {}
+    found, known, settings = [part], {}, _settings(listed)
     for number, block in enumerate(listed):
         key = (
             str(block),
+            settings[number],
             tuple((tuple(each.shape), each.requires_grad) for each in (*block.parameters(), *tensors(nest))),
             number == 0,
             number == len(listed) - 1,
@@ -128,6 +131,22 @@ def _by_blocks(
         found.append(part)
     last, _ = watch.part("after", after, lambda x: finish(blocks.leave(module, x, values)), nest)
     return [*found, last]
+
+
+def _settings(blocks: Sequence[nn.Module]) -> list[frozenset[Any]]:
+    """The plain values that the parts of each block hold: how far its attention slides, say, which no shape tells. But
+    not its own number, which all of them may hold: recording each of a hundred takes long."""
+    held = [
+        {
+            (path, name): value
+            for path, part in block.named_modules()
+            for name, value in vars(part).items()
+            if isinstance(value, _PLAIN)
+        }
+        for block in blocks
+    ]
+    numbers = {key for key in held[0] if all(values.get(key) == number for number, values in enumerate(held))}
+    return [frozenset(item for item in values.items() if item[0] not in numbers) for values in held]
 
 
 def _resized(tensor: Tensor, size: int) -> Tensor:
