@@ -156,6 +156,10 @@ def test_data_of_another_tokenizer_are_refused(tmp_path):
         start({"a": 1, "b": 2}, {"b": 1})
     with pytest.raises(CheckpointError, match='"c" is id 3 in the data and has no id in '):
         start({"a": 1}, {"a": 1, "c": 3})
+    for damaged in ({"model": None}, {"model": {"vocab": 3}}, {"model": {"vocab": {}}, "added_tokens": [{"id": 0}]}):
+        (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(damaged))
+        with pytest.raises(CheckpointError, match=r"theirs/tokenizer.json: is no tokenizer: its vocabulary"):
+            Continuation(solo_engine(plan), RunDir(tmp_path / "run"), lambda line: None).restore()
 
 
 def test_weights_of_another_model_are_refused_on_all_ranks(tmp_path):

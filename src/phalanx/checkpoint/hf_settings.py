@@ -72,7 +72,7 @@ def carry(folders: Sequence[Path], target: Path, max_seq_len: int) -> None:
 
 def generation_config(folders: Sequence[Path]) -> dict[str, Any]:
     """How to generate: what a generation_config.json among `folders` says; else the token ids of a config.json, or
-    those of the tokenizer."""
+    those of the tokenizer. Raises CheckpointError for a file that is not what its name says."""
     for folder in folders:
         if (folder / GENERATION_CONFIG).is_file():
             return _read_json(folder / GENERATION_CONFIG)
@@ -106,20 +106,28 @@ def _tokenizer_config(source: Path, max_seq_len: int) -> dict[str, Any]:
 
 def _vocabulary(folder: Path) -> dict[str, int]:
     """Every token's id."""
-    content = _read_json(folder / TOKENIZER)
-    vocab = content.get("model", {}).get("vocab", {})
-    ids = {entry[0]: number for number, entry in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
-    return ids | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    vocab, added = _tokens(folder / TOKENIZER)
+    return vocab | added
 
 
 def _end_of_document(folder: Path) -> int | None:
     """What a tokenizer that was trained here calls so."""
     if not (folder / TOKENIZER).is_file():
         return None
-    for token in _read_json(folder / TOKENIZER).get("added_tokens", ()):
-        if token["content"] == _END_OF_DOCUMENT:
-            return int(token["id"])
-    return None
+    _, added = _tokens(folder / TOKENIZER)
+    return added.get(_END_OF_DOCUMENT)
+
+
+def _tokens(path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The ids of a tokenizer's vocabulary and of the tokens added to it. Raises CheckpointError if it has none."""
+    content = _read_json(path)
+    try:
+        vocab = content["model"]["vocab"]
+        ids = {entry[0]: number for number, entry in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+        return ids, {str(token["content"]): int(token["id"]) for token in content.get("added_tokens") or ()}
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"is no tokenizer: its vocabulary or added tokens are not there ({type(error).__name__}: {error})"
+        raise CheckpointError(what, where=str(path), instead="the file that the tokenizers library saves") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
