@@ -112,6 +112,11 @@ def test_no_samples_are_refused() -> None:
         Trainer(small(), cross_entropy, (torch.zeros(0), torch.zeros(BATCH)), module_plan(Layout()))
 
 
+def test_a_single_number_among_the_data_is_refused() -> None:
+    with pytest.raises(DataError, match="1 of the data's tensors hold one number, 0.5 say, not samples along dim 0"):
+        Trainer(small(), cross_entropy, {"x": torch.zeros(8, 2), "weight": torch.tensor(0.5)}, module_plan(Layout()))
+
+
 def test_a_plain_script_becomes_parallel_in_ten_lines() -> None:
     plain, parallel = ((EXAMPLES / name).read_text().splitlines()[2:] for name in ("plain.py", "parallel.py"))
     changed = [line for line in difflib.ndiff(plain, parallel) if line.startswith("+ ") and line.strip("+ ")]

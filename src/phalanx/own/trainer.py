@@ -49,9 +49,16 @@ class Trainer:
         collate: Callable[[list[Any]], Nest] = default_collate,
         **options: Any,
     ) -> None:
-        """`options` are those of `prepare`. Raises DataError if there are no samples, and what `prepare` raises."""
+        """`options` are those of `prepare`. Raises DataError if the data are not samples, at least one, and what
+        `prepare` raises."""
         self._loss, self._data, self._collate = loss, data, collate
         whole = isinstance(data, (Tensor, tuple, dict))
+        single = [tensor for tensor in tensors(data) if not tensor.dim()] if whole else []
+        if single:
+            what = (
+                f"{len(single)} of the data's tensors hold one number, {single[0].item()} say, not samples along dim 0"
+            )
+            raise DataError(what, instead="a tensor with a row for each sample, or the number in the loss")
         sizes = {len(tensor) for tensor in tensors(data)} if whole else {len(data)}
         if len(sizes) != 1 or sizes == {0}:
             raise DataError(f"the data have {sorted(sizes)} samples", instead="equally many of each, at least one")
