@@ -55,9 +55,7 @@ class Trainer:
         whole = isinstance(data, (Tensor, tuple, dict))
         single = [tensor for tensor in tensors(data) if not tensor.dim()] if whole else []
         if single:
-            what = (
-                f"{len(single)} of the data's tensors hold one number, {single[0].item()} say, not samples along dim 0"
-            )
+            what = f"{len(single)} of the data's tensors hold one number ({single[0].item()}), not samples along dim 0"
             raise DataError(what, instead="a tensor with a row for each sample, or the number in the loss")
         sizes = {len(tensor) for tensor in tensors(data)} if whole else {len(data)}
         if len(sizes) != 1 or sizes == {0}:
