@@ -79,7 +79,7 @@ def reasons(
         words = ["[layout] gives the axes; the rest is chosen"]
     else:
         words = [_shape(winner, shapes) + (f"; [layout] keeps {kept}" if kept else "")]
-    words += [_time(winner), *_idle(winner), *([] if "data" in given else _batch(winner)), *_simpler(winner, fastest)]
+    words += [_time(winner), *_idle(winner), *_batch(winner, given), *_simpler(winner, fastest)]
     close = [plan for plan in plans[1:] if step_s(plan) <= step_s(winner) * (1 + tie)]
     if close:
         words.append(
@@ -113,17 +113,17 @@ def _idle(plan: Plan) -> list[str]:
     return [f"{there - used} of {there} devices stay idle: [layout] leaves no way to use them"] if used < there else []
 
 
-def _batch(plan: Plan) -> list[str]:
-    """Said where the data axis is as large as the batch divides by, and could be larger."""
-    batch, devices = plan.job.global_batch, plan.cluster.num_devices
-    most = math.gcd(batch, devices)
-    if plan.layout.data != most or most == devices:
+def _batch(plan: Plan, given: Mapping[str, Any]) -> list[str]:
+    """Said where the data axis is as large as the batch divides by, and could be larger beside what is `given`."""
+    devices = plan.cluster.num_devices // math.prod(given.get(axis, 1) for axis in AXES)
+    batch, each = plan.job.global_batch, given.get("micro_batch", 1)
+    most = math.gcd(batch // each, devices)
+    if "data" in given or plan.layout.data != most or most == devices:
         return []
-    near = max(1, round(batch / devices)) * devices
+    near = max(1, round(batch / (devices * each))) * devices * each
     shared = "a data axis" if most == 1 else f"more than {most} data ranks"
-    return [
-        f"a global batch of {batch:,} leaves no way to {shared}: {near:,} would divide over all {devices:,} devices"
-    ]
+    over = f"all {devices:,} devices" if devices == plan.cluster.num_devices else f"{devices:,} data ranks"
+    return [f"a global batch of {batch:,} leaves no way to {shared}: {near:,} would divide over {over}"]
 
 
 def _simpler(first: Plan, fastest: Plan) -> list[str]:

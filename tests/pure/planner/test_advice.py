@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import planner_cases
 import pytest
 
 from phalanx.plan.layout import Layout
@@ -98,3 +99,22 @@ def test_most_of_a_loss_is_told_by_kind() -> None:
         "2 s more in messages inside layers, 1 s in compute"
     )
     assert difference(winner, winner) == difference(spending(data=0.5), winner) == "no slower in any part"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "batch", "given", "words", "better"),
+    [
+        (5, 12, {"micro_batch": 3}, "a data axis: 15 would divide over all 5 devices", {"data": 5}),
+        (8, 6, {"tensor": 2}, "more than 2 data ranks: 8 would divide over 4 data ranks", {"data": 4}),
+        (8, 6, {"tensor": 2, "micro_batch": 3}, "more than 2 data ranks: 12 would divide over 4", {"data": 4}),
+    ],
+)
+def test_the_batch_that_is_named_divides_beside_what_layout_keeps(
+    per_node: int, batch: int, given: dict[str, int], words: str, better: dict[str, int]
+) -> None:
+    cluster = replace(planner_cases.CLUSTER, num_nodes=1, devices_per_node=per_node)
+    job = replace(planner_cases.JOB, global_batch=batch)
+    (said,) = (text for text in search(planner_cases.LLAMA, job, cluster, given).reasons if "a global batch of" in text)
+    assert words in said
+    named = int(said.split(": ")[1].split(" ")[0])
+    assert search(planner_cases.LLAMA, replace(job, global_batch=named), cluster, given | better).plans
