@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from phalanx.errors import SpecError
 from phalanx.plan.layout import Layout
@@ -14,7 +15,7 @@ from phalanx.plan.legality import engine_problems
 from phalanx.plan.operations import Kernels
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.candidates import RECOMPUTES, Space
-from phalanx.spec.job import JobSpec
+from phalanx.spec.job import JobSpec, Precision
 from phalanx.spec.schema import suggest
 
 if sys.version_info >= (3, 11):
@@ -115,8 +116,14 @@ class Engine:
     def states_for(self, precision: str) -> States:
         """The recipe for `precision`; raises SpecError where the engine has none."""
         if precision not in self.states:
-            raise SpecError(f"engine {self.name} has no recipe for precision {precision}: {sorted(self.states)}")
+            what = f"engine {self.name} has no recipe for precision {precision}"
+            raise SpecError(what, instead=f"job.precision, one of {_writable(self.states)}")
         return self.states[precision]
+
+
+def _writable(precisions: Collection[str]) -> str:
+    """Those of `precisions` that a run file may name, as words."""
+    return ", ".join(name for name in get_args(Precision) if name in precisions)
 
 
 @cache

@@ -390,3 +390,9 @@ def test_layers_move_where_stages_of_equal_work_do_not_fit() -> None:
         search(model, JOB, replace(two, device=replace(two.device, memory_bytes=peak // 2)), KEPT)
     with pytest.raises(LayoutError):  # what was asked for stays
         search(model, JOB, small, KEPT | {"stage_layers": (8, 4)})
+
+
+def test_a_precision_that_an_engine_does_not_have_is_refused_with_those_it_has() -> None:
+    with pytest.raises(SpecError, match="llm-foundry has no recipe for precision fp64") as refused:
+        search(LLAMA, replace(JOB, precision="fp64"), SMALL, engine_name="llm-foundry")
+    assert refused.value.problems[0].instead == "job.precision, one of fp32, bf16, fp16"  # fp8 no run file can name
