@@ -32,8 +32,16 @@ def count(world: World, plan: Plan) -> Messages:
         (Layout(tensor=2, micro_batch=8), HEAD_ROWS // 8),
         (Layout(data=2, tensor=2, zero=3), 32),
         (Layout(data=2, bucket_bytes=LAYER_BYTES), 32),
+        (Layout(data=2, pipeline=2, zero=1, outermost="data"), 32),
     ],
-    ids=["all axes", "long micro-batches", "one whole chunk of the loss", "zero 3", "buckets as large as a layer"],
+    ids=[
+        "all axes",
+        "long micro-batches",
+        "one whole chunk of the loss",
+        "zero 3",
+        "buckets as large as a layer",
+        "data outermost",
+    ],
 )
 def test_every_message_is_claimed_and_counted(layout: Layout, seq_len: int, precision: str) -> None:
     plan = tiny_plan(layout, tiny_model(max_seq_len=seq_len), precision=precision, seq_len=seq_len)
