@@ -25,7 +25,8 @@ COMMANDS: Mapping[str, Command] = {
         """\
   phalanx plan examples/gpt-20b-256-a100.toml
   phalanx plan run.toml --explain --set layout.tensor=8
-  phalanx plan run.toml --html plan.html -o plan.json""",
+  phalanx plan run.toml --html plan.html -o plan.json
+  phalanx plan run.toml --engine megatron-core-2024 --emit megatron-lm""",
     ),
     "verify": Command(
         "compare a layout with one process: losses, every gradient, copies of weights",

@@ -195,7 +195,7 @@ def _made(run: RunSpec, launched: Launched | None) -> Plan:
     """The best plan for the devices of the run's cluster, or for the processes that there are."""
     unsupported = engine_problems(_wanted(run))
     if unsupported:
-        raise LayoutError(_located(unsupported, run))
+        raise LayoutError(located(unsupported, run))
     if launched:
         launched.check_multiple(_num_ranks(run.layout))
         per_node = launched.num_ranks // launched.num_nodes
@@ -217,7 +217,7 @@ def ranked(run: RunSpec, *, top: int, engine: str = "phalanx") -> Search:
         # The search speaks of all layouts it looked at; where the keys given are wrong by themselves, that is clearer.
         found = problems(run.model, run.job, run.cluster, _wanted(run))
         found = [*found, *_besides(run, engine, found)] if found else list(error.problems)
-        raise LayoutError(_located(found, run)) from error
+        raise LayoutError(located(found, run)) from error
 
 
 def _besides(run: RunSpec, engine: str, found: Iterable[Problem]) -> tuple[Problem, ...]:
@@ -246,7 +246,7 @@ def _num_ranks(given: Mapping[str, Any]) -> int:
     return math.prod(given.get(axis, 1) for axis in AXES)
 
 
-def _located(found: Iterable[Problem], run: RunSpec) -> list[Problem]:
+def located(found: Iterable[Problem], run: RunSpec) -> list[Problem]:
     """`found`, with the line of the run file instead of the key that each is about."""
     tables = ("layout", "job", "model", "cluster")
     return [

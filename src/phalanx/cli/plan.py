@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli.inputs import add_run, ranked, writing
+from phalanx.cli.inputs import add_run, located, ranked, remark, writing
 from phalanx.cli.table import columns, entries, wrapped
-from phalanx.errors import InputError, Problem
+from phalanx.errors import InputError, LayoutError, Problem
 from phalanx.units import format_seconds
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--explain", action="store_true", help="one layout in full: the best that keeps [layout]")
     form.add_argument("--json", action="store_true", help="print everything as JSON")
+    what = "print the best plan as settings of megatron-lm, nemo, torchtitan, deepspeed or accelerate"
+    form.add_argument("--emit", metavar="FRAMEWORK", help=what)
     parser.add_argument("--html", type=Path, metavar="FILE", help="draw it as one HTML page")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PLAN", help="write the best plan, as phalanx train reads it"
@@ -52,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         from phalanx.planner.explain import explain
 
         sys.stdout.write(explain(found.plans[0], found.engine) + "\n")
+    elif arguments.emit:
+        _emit(found, wanted, arguments.emit)
     else:
         _show(found)
     if arguments.html:
@@ -67,9 +71,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _emit(found: Search, wanted: RunSpec, framework: str) -> None:
+    """The first plan as another framework's settings; what they do not hold, on standard error. Raises LayoutError,
+    with the lines of the run file, for what it cannot express."""
+    from phalanx.planner.emit import emit
+
+    try:
+        emitted = emit(found.plans[0], framework, found.engine)
+    except LayoutError as error:
+        raise LayoutError(located(error.problems, wanted)) from error
+    sys.stdout.write(emitted.text + "\n")
+    for line in emitted.remarks:
+        remark(line)
+
+
 def _check(arguments: argparse.Namespace) -> None:
     """Raise InputError for what would fail only after the search."""
     found = []
+    if arguments.emit is not None:
+        from phalanx.planner.frameworks import framework
+
+        framework(arguments.emit)
     if arguments.top < 1:
         found.append(Problem(what=f"{arguments.top} layouts", where="--top", instead="1 or more"))
     for option, path in (("--html", arguments.html), ("--output", arguments.output)):
