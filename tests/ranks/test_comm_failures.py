@@ -160,6 +160,22 @@ def test_what_a_member_sent_before_it_finished_arrives() -> None:
     assert run_group(2, program)[1] == [0, 1, 2]
 
 
+@BOTH
+def test_a_slower_member_ends_the_last_sum_though_the_others_have_left(shared_memory: bool) -> None:
+    def program(comm: Any) -> float:
+        tensors = [torch.ones(length) for length in (10, 100_000)]
+        works = [comm.all_reduce(tensor, purpose="last", async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+        small = torch.ones(10)
+        last = comm.all_reduce(small, purpose="last of all", async_op=True)
+        time.sleep(0.5 * (comm.index == 1))
+        last.wait()
+        return (sum(map(torch.sum, tensors)) + small.sum()).item()
+
+    assert run_group(3, program, shared_memory=shared_memory) == [3 * 100_020] * 3
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
