@@ -95,7 +95,7 @@ def engine_of(framework: str, source: str, precision: str, raw: Mapping[str, Any
     if name == "llm-foundry" and "mixed_precision=default" in low:
         return "llm-foundry-amp"
     if name == "megatron-core-2024" and "tp-comm-overlap" in overlap:
-        return "nemo-2024"
+        return "megatron-core-tuned"
     return "bigscience-bf16" if name == "bigscience" and precision == "bf16" else name
 
 
