@@ -74,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _emit(found: Search, wanted: RunSpec, framework: str) -> None:
     """The first plan as another framework's settings; what they do not hold, on standard error. Raises LayoutError,
     with the lines of the run file, for what it cannot express."""
-    from phalanx.planner.emit import emit
+    from phalanx.planner.emit import emit_first
 
     try:
-        emitted = emit(found.plans[0], framework, found.engine)
+        emitted = emit_first(found.plans, framework, found.engine)
     except LayoutError as error:
         raise LayoutError(located(error.problems, wanted)) from error
     sys.stdout.write(emitted.text + "\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from phalanx.errors import LayoutError, Problem
 from phalanx.plan.groups import kv_copies
@@ -61,6 +61,27 @@ def emit(plan: Plan, name: str, engine_name: str) -> Emitted:
     return Emitted(text=text, remarks=(*_about(plan, target, runner), *remarks))
 
 
+def emit_first(plans: Sequence[Plan], name: str, engine_name: str) -> Emitted:
+    """`emit` of the first of `plans`. Where that raises LayoutError, its last problem names the first of the others
+    that the framework can express, if any, and the keys of [layout] that lead there."""
+    try:
+        return emit(plans[0], name, engine_name)
+    except LayoutError as error:
+        found = list(error.problems)
+    for rank, plan in enumerate(plans[1:], start=2):
+        try:
+            emit(plan, name, engine_name)
+        except LayoutError:
+            continue
+        values = {field.name: getattr(plan.layout, field.name) for field in fields(Layout)}
+        differing = [key for key, value in values.items() if value != getattr(plans[0].layout, key)]
+        what = f"number {rank} of {len(plans)} is the first that {framework(name).title} can express: {plan.layout}"
+        instead = " ".join(f"--set layout.{key}={json.dumps(values[key])}" for key in differing)
+        found.append(Problem(what=what, where="--emit", instead=instead))
+        break
+    raise LayoutError(found)
+
+
 def effective(layout: Layout) -> Layout:
     """`layout` without what changes nothing at its sizes, so that nobody is refused for it."""
     if layout.pipeline == 1:
@@ -83,8 +104,11 @@ def _about(plan: Plan, target: Framework, runner: Engine) -> Iterator[str]:
     if runner.name not in target.engines:
         advised = " or ".join(f"--engine {name}" for name in target.engines)
         yield f"chosen and priced as engine {runner.name} runs it; {advised} does that for {target.title}"
-    elif target.name == "deepspeed" and runner.reduce_bytes < 4 and layout.reduce == "fp32" and layout.data > 1:
+    elif target.name != "accelerate" and runner.reduce_bytes < 4 and layout.reduce == "fp32" and layout.data > 1:
         yield f'engine {runner.name} prices gradients that travel in 16 bits, as under reduce = "bf16"; here in 32'
+    if runner.name in target.engines and runner.tensor_overlap and layout.sequence_parallel:
+        how = "--tp-comm-overlap, or in NeMo MegatronCommOverlapCallback(tp_comm_overlap=True)"
+        yield f"engine {runner.name} prices messages of the tensor axis beside products: add {how}"
     if target.name in emit_megatron.NAMES and layout.recompute == "selective" and runner.kernels.selective != "core":
         yield "selective recompute is of the attention core there; the plan means all that is cheap to make again"
     yield "not in it: what [optimizer], [data] and [checkpoint] say; docs/migrate.md has the names"

@@ -17,7 +17,7 @@ from phalanx.cli.main import main
 from phalanx.errors import InputError, LayoutError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.planner.emit import WRITERS, emit
+from phalanx.planner.emit import WRITERS, emit, emit_first
 from phalanx.planner.engine import profiles
 from phalanx.planner.frameworks import framework, frameworks
 from phalanx.spec import clusters, models
@@ -299,11 +299,26 @@ def test_remarks_say_what_the_settings_do_not_hold() -> None:
     priced = emit(plan(data=16, zero=3), "megatron-lm", "phalanx").remarks
     assert any("--engine megatron-core-2024" in remark for remark in priced)
     assert not any("--engine" in remark for remark in emit(plan(data=16), "megatron-lm", "megatron-core-2024").remarks)
+    tuned = emit(plan(tensor=8, data=2, sequence_parallel=True), "nemo", "nemo-2024").remarks
+    assert any("tp_comm_overlap=True" in remark for remark in tuned)
     pipeline = emit(plan(pipeline=4, data=4, recompute="full"), "deepspeed", "deepspeed").remarks
     assert any("PipelineModule(layers, num_stages=4)" in remark and "8, 8, 8, 8" in remark for remark in pipeline)
     assert any("recompute every layer" in remark for remark in pipeline)
     script = emit(plan(data=16, zero=3, micro_batch=2), "accelerate", "fsdp").remarks
     assert any("gradient_accumulation_steps=2" in remark and "2 × 4096" in remark for remark in script)
+
+
+def test_the_first_that_can_be_expressed_is_named_beside_what_cannot() -> None:
+    plans = [plan(pipeline=4, data=4), plan(pipeline=2, data=8), plan(data=16, zero=3), plan(data=16)]
+    with pytest.raises(LayoutError) as raised:
+        emit_first(plans, "accelerate", "fsdp")
+    first, last = raised.value.problems
+    assert first.where == "layout.pipeline" and last.what.startswith("number 3 of 4 is the first that Accelerate can")
+    assert last.instead == "--set layout.data=16 --set layout.pipeline=1 --set layout.zero=3"
+    assert emit_first(plans[2:], "accelerate", "fsdp") == emit(plans[2], "accelerate", "fsdp")
+    with pytest.raises(LayoutError) as raised:
+        emit_first(plans[:2], "accelerate", "fsdp")
+    assert len(raised.value.problems) == 1
 
 
 def test_every_framework_has_a_writer_and_profiles() -> None:
