@@ -18,7 +18,10 @@ from phalanx.plan.traffic import traffic
 from phalanx.spec import clusters, models
 from phalanx.spec.job import JobSpec
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "equations.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "phalanx"
+DOCUMENTS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} | {"PERFORMANCE.md"}  # nccl-tests'
+TEXT = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8")
 NAMES = sorted(set(re.findall(r"`(phalanx(?:\.\w+)+)`", TEXT)))
 
 
@@ -49,6 +52,16 @@ def test_every_name_is_there():
     assert len(NAMES) > 15
     for name in NAMES:
         resolve(name)
+
+
+def test_what_the_code_cites_is_there():
+    cited = []
+    for path in (*SOURCE.rglob("*.py"), *SOURCE.rglob("*.toml")):
+        text = path.read_text(encoding="utf-8")
+        assert not set(re.findall(r"[\w/-]+\.md\b", text)) - DOCUMENTS, path
+        cited += re.findall(r"docs/equations\.md, (\d+)", text)
+    assert len(cited) > 5
+    assert all(f"\n**({number}) " in TEXT for number in cited), cited
 
 
 MODELS = [

@@ -111,7 +111,7 @@ def total_s(
 
 def overlap_tax(device: Device) -> float:
     """What a message costs the compute that it runs beside, as a share of its own time: it takes cores and bandwidth
-    (1.13 × in Galvatron's sample profile: formulas.md, section 8). A CPU moves its bytes itself, so hides nothing."""
+    (1.13 × in Galvatron's sample profile; docs/equations.md, 25). A CPU moves its bytes itself, so hides nothing."""
     return 1.0 if device.matmul_tile == (1, 1) else OVERLAP_TAX
 
 

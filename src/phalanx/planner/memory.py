@@ -1,7 +1,7 @@
 """Bytes per rank by kind, for every pipeline coordinate of many layouts at once.
 
 Element counts equal Shards to the last padded element (tests hold them equal); activation bytes come from Operations,
-the micro-batches in flight from what each schedule holds (formulas.md, section 4).
+the micro-batches in flight from what each schedule holds (docs/equations.md, 12).
 """
 
 from __future__ import annotations
