@@ -238,6 +238,13 @@ def test_what_listens_and_is_no_store_is_not_waited_for(monkeypatch: pytest.Monk
             rendezvous.open_store("127.0.0.1", port, serve=False, timeout_s=30)
 
 
+def test_a_store_of_another_program_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.2)
+    store = rendezvous.open_store("127.0.0.1", port := free_port(), serve=True, timeout_s=30)
+    with pytest.raises(CommError, match=f"at 127.0.0.1:{port} is that of another program; this is step 0 of"):
+        rendezvous.check_run(store, 1, "step 0 of Slurm's job 7", f"127.0.0.1:{port}")
+
+
 def test_no_room_for_shared_memory_falls_back_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(world, "say", said.append)

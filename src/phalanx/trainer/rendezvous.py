@@ -27,7 +27,7 @@ NOTICE_S = 10.0
 _RUN = "run"  # the key under which the store says whose it is
 _RETRY_S = 0.2
 _ANSWER_S = 30.0
-"""A store answers who connects at once; torch would wait for one that does not for ever."""
+"""A store answers at once whoever connects, and this run's has said whose it is; torch would wait for ever."""
 
 
 def say(line: str) -> None:
@@ -64,20 +64,18 @@ def open_store(address: str, port: int, *, serve: bool, timeout_s: float) -> dis
     )
 
 
-def check_run(store: dist.Store, rank: int, run: str, place: str, *, timeout_s: float) -> None:
+def check_run(store: dist.Store, rank: int, run: str, place: str) -> None:
     """See that the store at `place` is the one that rank 0 of `run` serves: it says so there, before anything else.
 
-    Raises CommError if it is another run's, whose port is the same, or says nothing within the time limit.
+    Raises CommError if it is another run's, or another program's, whose port is the same.
     """
     if rank == 0:
         store.set(_RUN, run)
         return
-    deadline = time.monotonic() + timeout_s
-    while not store.check([_RUN]):
-        if time.monotonic() >= deadline:
-            raise CommError(f"the store at {place} does not say within {timeout_s:g} s whose it is")
+    deadline = time.monotonic() + _ANSWER_S
+    while not (known := store.check([_RUN])) and time.monotonic() < deadline:
         time.sleep(0.01)
-    theirs = store.get(_RUN).decode()
+    theirs = store.get(_RUN).decode() if known else "another program"
     if theirs != run:
         raise CommError(
             f"the store at {place} is that of {theirs}; this is {run}, whose rank 0 cannot serve one there: set "

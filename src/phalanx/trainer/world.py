@@ -140,7 +140,7 @@ class Process:
         """This run's store, known to be its own. Raises InputError and CommError as `rendezvous.open_store` does."""
         store = open_store(self.address, self.port, serve=self.serves, timeout_s=timeout_s)
         if self.run:
-            check_run(store, self.rank, self.run, f"{self.address}:{self.port}", timeout_s=timeout_s)
+            check_run(store, self.rank, self.run, f"{self.address}:{self.port}")
         return store
 
     def take_device(self) -> torch.device:
