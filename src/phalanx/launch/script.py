@@ -22,6 +22,8 @@ def start_script(num_ranks: int, command: Sequence[str]) -> int:
     """Run `command` (a script and its arguments) as `num_ranks` ranks, which find each other as under torchrun. Signals
     are passed on, Ctrl-C and SIGHUP as SIGTERM, which asks a rank to stop; a second signal ends it. Returns 0, or the
     exit code of the first rank that failed (128 + n if signal n ended it)."""
+    # From here until rank 0 listens there, the port is free to others. A script may use torch alone, which takes no
+    # socket that is open already; should somebody come between, rank 0 says so and the run ends.
     with listen(os.environ.get("MASTER_PORT")) as free:
         address, port = free.getsockname()
     shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
