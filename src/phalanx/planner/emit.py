@@ -111,6 +111,8 @@ def _about(plan: Plan, target: Framework, runner: Engine) -> Iterator[str]:
         yield f"engine {runner.name} prices messages of the tensor axis beside products: add {how}"
     if target.name in emit_megatron.NAMES and layout.recompute == "selective" and runner.kernels.selective != "core":
         yield "selective recompute is of the attention core there; the plan means all that is cheap to make again"
+    if target.name in ("torchtitan", "accelerate") and layout.context > 1:
+        yield "FSDP cuts parameters over the context axis as well there: less memory, more messages than planned"
     yield "not in it: what [optimizer], [data] and [checkpoint] say; docs/migrate.md has the names"
 
 

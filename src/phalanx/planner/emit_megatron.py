@@ -115,7 +115,7 @@ def _core(plan: Plan, counts: Sequence[int]) -> Settings:
         found[f"{config}.overlap_p2p_comm"] = layout.overlap
     found[f"{strategy}.use_tp_pp_dp_mapping"] = layout.outermost == "data"
     found["optim.config.use_distributed_optimizer"] = layout.zero > 0
-    found[f"{strategy}.ddp.overlap_grad_reduce"] = layout.overlap and layout.data > 1
+    found[f"{strategy}.ddp.overlap_grad_reduce"] = layout.overlap and layout.data * layout.context > 1
     found[f"{strategy}.ddp.overlap_param_gather"] = layout.overlap and layout.zero > 0
     if layout.zero_group:
         found[f"{strategy}.num_distributed_optimizer_instances"] = layout.data // layout.zero_group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from phalanx.errors import Problem
 from phalanx.plan.layout import Layout
@@ -51,9 +52,16 @@ def torchtitan(plan: Plan, counts: Sequence[int]) -> tuple[str, list[str]]:
         remarks.append("its models scale rotary frequencies as Llama 3.1 does, the plan's model does not")
     if layout.tensor_overlap_chunks > 1:
         remarks.append("async tensor parallelism serves what tensor_overlap_chunks does by another method")
-    body = [f"    config.{key} = {value!r}" for key, value in found.items()]
+    body = [f"    config.{key} = {_literal(value)}" for key, value in found.items()]
     body.append(f"    config.activation_checkpoint = {f'{policy}.Config()' if policy else None}")
     return "\n".join([*imports, "", "", head, *body, "    return config"]), remarks
+
+
+def _literal(value: Any) -> str:
+    """As Python has it, a list with a line for each entry."""
+    if isinstance(value, list):
+        return "\n".join(["[", *(f"        {json.dumps(entry)}," for entry in value), "    ]"])
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _torchtitan_model(plan: Plan) -> str | None:

@@ -183,6 +183,7 @@ def test_megatron_flags_say_model_and_layout() -> None:
     on = "bf16 swiglu sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather"
     on += " untie-embeddings-and-output-weights disable-bias-linear group-query-attention use-rope-scaling"
     assert all(found[f"--{flag}"] is True for flag in on.split())
+    assert flags(plan(context=2, pipeline=8))["--overlap-grad-reduce"] is True  # gradients are summed over it as well
     off = "--use-tp-pp-dp-mapping --grad-reduce-in-bf16 --use-megatron-fsdp --pipeline-model-parallel-layout"
     assert not found.keys() & set(off.split())
 
@@ -304,6 +305,7 @@ def test_remarks_say_what_the_settings_do_not_hold() -> None:
     pipeline = emit(plan(pipeline=4, data=4, recompute="full"), "deepspeed", "deepspeed").remarks
     assert any("PipelineModule(layers, num_stages=4)" in remark and "8, 8, 8, 8" in remark for remark in pipeline)
     assert any("recompute every layer" in remark for remark in pipeline)
+    assert any("context axis" in remark for remark in emit(plan(context=16), "torchtitan", "torchtitan").remarks)
     script = emit(plan(data=16, zero=3, micro_batch=2), "accelerate", "fsdp").remarks
     assert any("gradient_accumulation_steps=2" in remark and "2 × 4096" in remark for remark in script)
 
