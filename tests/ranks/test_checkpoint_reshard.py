@@ -38,6 +38,7 @@ def legal_layouts(model) -> list[Layout]:
             for layout in found
             if layout.pipeline == 2 and layout.schedule == "1f1b"
         ]
+    found += [replace(layout, outermost="data") for layout in found if min(layout.pipeline, layout.data) > 1]
     job, cluster = tiny_job(global_batch=24), toy_cluster(8)
     return [layout for layout in found if not problems(model, job, cluster, layout)]
 
