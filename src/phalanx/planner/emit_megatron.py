@@ -146,4 +146,6 @@ def _flags(found: Settings) -> Iterator[str]:
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(f"{value:g}" if isinstance(value, float) else str(value))
+    """As a shell reads it: numbers in full, whole ones without a point."""
+    whole = isinstance(value, float) and value.is_integer()
+    return shlex.quote(str(int(value) if whole else value))

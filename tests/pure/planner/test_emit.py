@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.main import main
 from phalanx.errors import InputError, LayoutError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
@@ -188,6 +187,14 @@ def test_megatron_flags_say_model_and_layout() -> None:
     assert not found.keys() & set(off.split())
 
 
+def test_numbers_are_written_in_full() -> None:
+    """As many digits as tell them from their neighbours, and no point behind whole ones."""
+    std = 2304**-0.5 / 3
+    given = flags(plan(replace(LLAMA, init_std=std, norm_eps=1e-6)))
+    assert float(given["--init-method-std"]) == std and given["--norm-epsilon"] == "1e-06"
+    assert given["--rope-scaling-factor"] == "8"
+
+
 def test_a_gpt2_and_a_mixture_say_what_differs() -> None:
     gpt2 = models.named("gpt2")
     found = flags(plan(gpt2, replace(JOB, seq_len=1024, precision="fp16"), data=16))
@@ -321,6 +328,10 @@ def test_the_first_that_can_be_expressed_is_named_beside_what_cannot() -> None:
     with pytest.raises(LayoutError) as raised:
         emit_first(plans[:2], "accelerate", "fsdp")
     assert len(raised.value.problems) == 1
+    with pytest.raises(LayoutError) as raised:
+        emit_first(plans[:2], "accelerate", "phalanx")
+    assert raised.value.problems[-1].what.startswith("Accelerate can express none of the 2 best layouts of engine phal")
+    assert raised.value.problems[-1].instead == "--engine fsdp"
 
 
 def test_every_framework_has_a_writer_and_profiles() -> None:
@@ -375,41 +386,3 @@ def test_docs_migrate_names_every_setting() -> None:
         words = set(re.findall(r"[\w.-]+", text))
         missing = [name for name in names if not {name, name.split(".")[-1]} & words]
         assert not missing, missing
-
-
-RUN = """
-[model]
-name = "llama-3.1-8b"
-[cluster]
-name = "dgx-h100"
-[job]
-global_batch = 64
-seq_len = 4096
-num_steps = 100
-[layout]
-data = 8
-zero = 1
-recompute = "full"
-recompute_every = 1
-"""
-
-
-def test_the_command_prints_settings_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, output = tmp_path / "run.toml", tmp_path / "plan.json"
-    run.write_text(RUN)
-    given = ["plan", str(run), "--engine", "megatron-core-2024", "--emit", "megatron-lm", "-o", str(output)]
-    assert main(given) == 0
-    shown = capsys.readouterr()
-    assert shown.out.rstrip("\n") == emit(Plan.read(output), "megatron-lm", "megatron-core-2024").text
-    assert all(line.startswith("--") for line in shown.out.splitlines()) and "docs/migrate.md" in shown.err
-
-
-def test_the_command_refuses_with_the_line_of_the_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(RUN)
-    assert main(["plan", str(run), "--emit", "accelerate"]) == 2
-    assert f"{run}:12: Accelerate has no counterpart of zero = 1" in capsys.readouterr().err
-    for other in ("--json", "--explain"):
-        assert main(["plan", str(run), "--emit", "accelerate", other]) == 2
-    assert main(["plan", str(run), "--emit", "megatron"]) == 2
-    assert "did you mean megatron-lm?" in capsys.readouterr().err
