@@ -1,7 +1,8 @@
 """Chains: operations one after another, each with a backward of its own, that are a single node to autograd.
 
 A node costs what ten small operations do, in Python and in autograd, whatever it computes; and what happens inside
-of one needs no bookkeeping.
+of one needs no bookkeeping. There is none, either: unlike that of saved tensors, a change in place of what a link keeps
+goes unnoticed, so whoever overwrites a tensor must know that no link before keeps it.
 """
 
 from __future__ import annotations
