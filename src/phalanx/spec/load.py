@@ -118,7 +118,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     layout = check.fields(hints(LayoutKeys), tables["layout"], ("layout",))
     model = cluster = None
     for table in lost:  # nothing to complete it from, but what is given can be checked
+        known = len(check.problems)
         check.fields(TABLES[table], tables[table], (table,))
+        check.problems[known:] = (each for each in check.problems[known:] if not each.what.startswith("missing key"))
     if "model" in run.table and "model" not in lost:
         # A wrong sequence length is reported as itself, not as a missing model.max_seq_len.
         model = models.build(check, tables["model"], ("model",), seq_len=job.seq_len if job else 1)

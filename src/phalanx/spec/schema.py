@@ -86,9 +86,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """What to write instead of the unknown `word`: the nearest known name, and all of them."""
+    """What to write instead of the unknown `word`: the nearest known name, or those that begin with it (A100 for
+    A100-SXM4-80GB), and all of them."""
     names = list(known)
-    near = nearest(word, names)
+    near = nearest(word, names) or " or ".join(name for name in names if name.lower().startswith(f"{word.lower()}-"))
     return (f"did you mean {near}? " if near else "") + f"known: {', '.join(names)}"
 
 
@@ -113,7 +114,9 @@ def describe(hint: Any, unit: str = "") -> str:
     if origin is collections.abc.Mapping:
         return f"a table, each value {describe(options[1], unit)}"
     if dataclasses.is_dataclass(hint):
-        return f"a table with {', '.join(hints(hint))}"  # type: ignore[arg-type]  # it is a class, not an instance
+        needed = required(hint)  # type: ignore[arg-type]  # it is a class, not an instance
+        others = [name for name in hints(hint) if name not in needed]  # type: ignore[arg-type]
+        return f"a table with {', '.join(needed)}" + (f"; it may have {', '.join(others)}" if others else "")
     words = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}[hint]
     return f'{words} or a text such as "{_EXAMPLES[unit]}"' if unit else words
 
@@ -167,8 +170,10 @@ class Checker:
 
     def unknown(self, key: Key, known: Iterable[str]) -> None:
         """Note an unknown key, and where it belongs or what it was meant to be."""
-        home = self.homes.get(key[-1])
+        home, known = self.homes.get(key[-1]), list(known)
         instead = f"{key[-1]} belongs in [{home}]" if home else suggest(key[-1], known)
+        if home and len(key) > 1:
+            instead += f"; [{'.'.join(key[:-1])}] has {', '.join(known)}"
         self.problem(key, f"unknown key {'.'.join(key)}", instead)
 
     def require(self, names: Iterable[str], cls: type, table: Mapping[str, Any], key: Key) -> None:
@@ -194,11 +199,12 @@ class Checker:
             value = self.build(hint, raw, key)  # type: ignore[arg-type]  # it is a class, not an instance
             return WRONG if value is None else value
         if origin is Literal:
-            legal = any(raw == option and type(raw) is type(option) for option in options)
+            if any(raw == option and type(raw) is type(option) for option in options):
+                return raw
+            if isinstance(raw, str) and raw in map(str, options):
+                return self._refuse(key, raw, hint, instead=f"without quotes: {raw}")
             near = nearest(raw, map(str, options)) if isinstance(raw, str) else ""
-            return (
-                raw if legal else self._refuse(key, raw, hint, instead=f"did you mean {shown(near)}?" if near else "")
-            )
+            return self._refuse(key, raw, hint, instead=f"did you mean {shown(near)}?" if near else "")
         if origin is tuple:
             return self._tuple(hint, raw, key, unit)
         if origin is collections.abc.Mapping:
@@ -233,7 +239,7 @@ class Checker:
         elif hint is int and isinstance(raw, float) and raw.is_integer():
             instead = f"write {int(raw)}"
         elif hint is not str and isinstance(raw, str):
-            instead = "without quotes, if it is one"
+            instead = f"{'true or false' if hint is bool else 'a number'}, without quotes"
         elif hint is str and not isinstance(raw, (dict, list)):
             instead = f'text needs quotes: "{raw}"'
         return self._refuse(key, raw, whole, unit, instead)
