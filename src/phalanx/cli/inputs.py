@@ -15,6 +15,7 @@ from phalanx.errors import CheckpointError, DataError, InputError, LayoutError, 
 from phalanx.plan.layout import AXES, Layout
 from phalanx.plan.legality import engine_problems, problems
 from phalanx.plan.plan import Plan
+from phalanx.plan.schedule import SCHEDULES
 from phalanx.rundir import RunDir
 from phalanx.spec.job import DataSpec
 from phalanx.spec.load import RunSpec, load
@@ -209,13 +210,17 @@ def _made(run: RunSpec, launched: Launched | None) -> Plan:
 
 def ranked(run: RunSpec, *, top: int, engine: str = "phalanx") -> Search:
     """The `top` best layouts that keep what the run file says. Raises LayoutError, with the lines of the run file."""
+    from phalanx.planner.engine import OURS
     from phalanx.planner.search import search
 
     try:
         return search(run.model, run.job, run.cluster, run.layout, engine_name=engine, top=top)
     except LayoutError as error:
         # The search speaks of all layouts it looked at; where the keys given are wrong by themselves, that is clearer.
-        found = problems(run.model, run.job, run.cluster, _wanted(run))
+        wanted = _wanted(run)
+        found = problems(run.model, run.job, run.cluster, wanted) or (engine_problems(wanted) if engine == OURS else [])
+        if not {"data", "micro_batch"} & set(run.layout):  # what data comes to beside wrong keys is no mistake
+            found = [each for each in found if each.where != "layout.data"] or found
         found = [*found, *_besides(run, engine, found)] if found else list(error.problems)
         raise LayoutError(located(found, run)) from error
 
@@ -236,9 +241,14 @@ def _besides(run: RunSpec, engine: str, found: Iterable[Problem]) -> tuple[Probl
 
 
 def _wanted(run: RunSpec) -> Layout:
-    """The layout that the run file asks for, if nothing but the data axis were chosen."""
-    data = max(1, run.cluster.num_devices // _num_ranks(run.layout))
-    return Layout(**{"data": data, **run.layout})
+    """The layout that the run file asks for, if nothing were chosen but the data axis and, as the schedule and
+    stage_layers have it, stages."""
+    given = dict(run.layout)
+    if given.get("schedule") in SCHEDULES:
+        given.setdefault("virtual_stages", SCHEDULES[given["schedule"]].virtual_stages[0])
+    if given.get("stage_layers"):
+        given.setdefault("pipeline", max(1, len(given["stage_layers"]) // given.get("virtual_stages", 1)))
+    return Layout(**{"data": max(1, run.cluster.num_devices // _num_ranks(given)), **given})
 
 
 def _num_ranks(given: Mapping[str, Any]) -> int:
@@ -248,8 +258,10 @@ def _num_ranks(given: Mapping[str, Any]) -> int:
 
 def located(found: Iterable[Problem], run: RunSpec) -> list[Problem]:
     """`found`, with the line of the run file instead of the key that each is about."""
-    tables = ("layout", "job", "model", "cluster")
-    return [
-        replace(problem, where=run.where(problem.where) if problem.where.split(".")[0] in tables else str(run.path))
-        for problem in found
-    ]
+
+    def place(key: str) -> str:
+        if key.startswith("--"):
+            return key  # an option of the command line
+        return run.where(key) if key.split(".")[0] in ("layout", "job", "model", "cluster") else str(run.path)
+
+    return [replace(problem, where=place(problem.where)) for problem in found]

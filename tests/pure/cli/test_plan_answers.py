@@ -94,6 +94,16 @@ def test_explain_page_and_plan(run_file: Path, tmp_path: Path, capsys: pytest.Ca
             ],
         ),
         (["layout.tensor=3", "layout.micro_batch=7"], ["tensor 3 does not", "micro-batch 7 × data 5 = 35 does not"]),
+        # keys that the planner chooses are as these need them, and no mistakes of their own
+        (["layout.context=2"], ["phalanx: --set layout.context=2: the trainer does not cut along the context axis"]),
+        (
+            ["layout.schedule=zb-v", "layout.zero=3"],
+            ["phalanx: --set layout.zero=3: gradients that are cut after every"],
+        ),
+        (
+            ["layout.stage_layers=[9,9]"],
+            ["phalanx: --set layout.stage_layers=[9,9]: stage_layers sum to 18, the model"],
+        ),
         (["job.global_batch=-4"], ["global_batch"]),
         (["cluster.device.memory_bytes=0"], ["memory_bytes"]),
         (["model.num_experts=8", "model.experts_per_token=2"], ["has experts", "--engine"]),
