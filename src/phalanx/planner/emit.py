@@ -63,7 +63,8 @@ def emit(plan: Plan, name: str, engine_name: str) -> Emitted:
 
 def emit_first(plans: Sequence[Plan], name: str, engine_name: str) -> Emitted:
     """`emit` of the first of `plans`. Where that raises LayoutError, its last problem names the first of the others
-    that the framework can express, if any, and the keys of [layout] that lead there."""
+    that the framework can express, and the keys of [layout] that lead there; where there is none, and the plans are
+    another engine's, those to plan with."""
     try:
         return emit(plans[0], name, engine_name)
     except LayoutError as error:
@@ -77,8 +78,12 @@ def emit_first(plans: Sequence[Plan], name: str, engine_name: str) -> Emitted:
         differing = [key for key, value in values.items() if value != getattr(plans[0].layout, key)]
         what = f"number {rank} of {len(plans)} is the first that {framework(name).title} can express: {plan.layout}"
         instead = " ".join(f"--set layout.{key}={json.dumps(values[key])}" for key in differing)
+        raise LayoutError([*found, Problem(what=what, where="--emit", instead=instead)])
+    target = framework(name)
+    if engine_name not in target.engines:
+        what = f"{target.title} can express none of the {len(plans)} best layouts of engine {engine_name}"
+        instead = f"--engine {' or --engine '.join(target.engines)}"
         found.append(Problem(what=what, where="--emit", instead=instead))
-        break
     raise LayoutError(found)
 
 

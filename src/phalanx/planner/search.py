@@ -181,7 +181,7 @@ def _larger(task: Task, priced: Ranking) -> str:
             break
     free = [key for key in task.given if _some_fit(_without(task, [key]))]
     if free:
-        found.append(f"no {' or no '.join(f'layout.{key}' for key in free)}")
+        found.append(f"[layout] without {' or without '.join(free)}")
     elif task.given and _some_fit(_without(task, task.given)):
         found.append("none of the keys under [layout]")
     row, needed = priced.smallest(np.arange(len(priced.layouts)))

@@ -95,13 +95,20 @@ def cells(line: Summary) -> tuple[str, ...]:
         f"{line.communication:.1%}",
         f"{line.bubble:.1%}",
         _short(line.days * 86400),
-        _three_digits(line.device_hours) if line.device_hours < 1e6 else f"{line.device_hours / 1e6:.3g} M",
+        _hours(line.device_hours),
     )
 
 
 def _three_digits(value: float) -> str:
     """As `0.0104`, `215` or `52,016`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _hours(value: float) -> str:
+    """As `<0.01`, `23.4`, `52,046` or `1.2 M`."""
+    if value < 0.01:
+        return "<0.01"
+    return _three_digits(value) if value < 1e6 else f"{value / 1e6:.3g} M"
 
 
 def _short(seconds: float) -> str:
