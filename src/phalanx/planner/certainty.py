@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.plan.layout import Layout
 from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.clusters import LOCAL
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -51,6 +52,8 @@ def likely(layout: Layout, cluster: ClusterSpec, engine_name: str) -> Likely:
         other = table["other_device"]["range"]
         low, high = min(low, other[0]), max(high, other[1])
         because += f", and wider: no run on {cluster.device.name} is published"
+    if cluster.name == LOCAL:
+        because += "; speeds are a known laptop's, maybe far off, until phalanx measure takes this machine's"
     return Likely(low=low, high=high, because=because)
 
 

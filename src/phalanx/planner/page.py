@@ -27,6 +27,7 @@ STYLE = (
     "td,th{padding:.2em .6em;text-align:right;white-space:nowrap;vertical-align:top}"
     "td.words,th.words{text-align:left}"
     "td.words:last-child,table.ranked td.words{white-space:normal}"
+    "table.ranked td.words{min-width:16em}"
     "tr:nth-child(even){background:#f4f4f4}"
     "svg{max-width:100%;height:auto}"
     "pre{white-space:pre-wrap;background:#f4f4f4;padding:1em;font-size:12px}"

@@ -12,6 +12,7 @@ from phalanx.planner.certainty import kind, likely, words
 from phalanx.planner.engine import profiles
 from phalanx.planner.search import search
 from phalanx.planner.summary import cells, summary
+from phalanx.spec.clusters import named
 
 A100 = replace(CLUSTER, device=replace(DEVICE, name="A100-SXM4-80GB"))
 
@@ -51,3 +52,8 @@ def test_a_device_without_published_runs_has_a_wider_range_and_says_why() -> Non
     assert "no run on toy is published" in unknown.because and "published; " not in known.because
     found = search(LLAMA, replace(JOB, global_batch=32), CLUSTER, {"data": 32, "tensor": 1, "zero": 0})
     assert words(Layout(data=32), CLUSTER, "phalanx") in found.reasons
+
+
+def test_speeds_of_this_machine_are_not_taken_for_measured_ones() -> None:
+    assert "until phalanx measure" in likely(Layout(data=2), named("local"), "phalanx").because
+    assert "phalanx measure" not in likely(Layout(data=2), CLUSTER, "phalanx").because
