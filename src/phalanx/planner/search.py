@@ -25,7 +25,7 @@ from phalanx.planner.variants import HANDFUL, advised, around
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +185,16 @@ def _larger(task: Task, priced: Ranking) -> str:
     elif task.given and _some_fit(_without(task, task.given)):
         found.append("none of the keys under [layout]")
     row, needed = priced.smallest(np.arange(len(priced.layouts)))
-    found.append(f"devices with {format_bytes(needed)}, for {priced.layouts.layout(row)}")
+    found.append(f"devices with {_written(needed)}, for {priced.layouts.layout(row)}")
     return ", or ".join(found)
+
+
+def _written(needed: float) -> str:
+    """So many bytes in three digits, rounded up: who writes that has enough."""
+    enough = needed
+    while parse_bytes(format_bytes(enough)) < needed:
+        enough *= 1.001
+    return format_bytes(enough)
 
 
 def _enough(task: Task) -> Iterator[int]:

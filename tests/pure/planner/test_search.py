@@ -232,7 +232,7 @@ def test_what_helps_is_tried_first() -> None:
     instead = caught.value.problems[0].instead
     assert "[layout] without " in instead and "without zero" in instead and "bucket_bytes" not in instead
     enough = parse_bytes(re.search(r"devices with ([\d.]+ .iB)", instead).group(1))  # type: ignore[union-attr]
-    roomy = replace(SMALL, device=replace(DEVICE, memory_bytes=int(1.01 * enough)))
+    roomy = replace(SMALL, device=replace(DEVICE, memory_bytes=enough))
     assert search(LLAMA, JOB, roomy, {"pipeline": 1, "tensor": 1, "zero": 0, "bucket_bytes": 2**20}).num_fitting
 
 
