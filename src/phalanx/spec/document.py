@@ -125,7 +125,8 @@ def override(document: Document, settings: Sequence[str]) -> tuple[Document, lis
             places.setdefault(key[:depth], Place(text=where, folder=Path()))
             if not isinstance(holder, dict):
                 what = f"{'.'.join(key[:depth])} is {holder!r} in {document.where(key[:depth])}, not a table"
-                problems.append(Problem(what=what, where=where))
+                instead = f"--set {'.'.join(key[:depth])}=…, which replaces all of it"
+                problems.append(Problem(what=what, where=where, instead=instead))
                 break
         else:
             holder[key[-1]] = _setting_value(match[2])

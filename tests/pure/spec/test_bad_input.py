@@ -54,6 +54,8 @@ TABLE = [
     ("tensor = 2", "tensro = 2", 14, "unknown key layout.tensro", "did you mean tensor?"),
     ("tensor = 2", "tensor_parallel = 2", 14, "unknown key layout.tensor_parallel", "did you mean tensor?"),
     ("tensor = 2", "TENSOR = 2", 14, "unknown key layout.TENSOR", "did you mean tensor?"),
+    ("tensor = 2", "tp = 2", 14, "unknown key layout.tp", "did you mean tensor?"),
+    ("tensor = 2", "pp_size = 2", 14, "unknown key layout.pp_size", "did you mean pipeline?"),
     ("tensor = 2", "qqq = 2", 14, "unknown key layout.qqq", "known: tensor, context, data"),
     ("[optimizer]", "[optimiser]", 9, "unknown table optimiser", "did you mean optimizer?"),
     ("[job]", "[job]\nlr = 1", 6, "unknown key job.lr", "lr belongs in [optimizer]"),

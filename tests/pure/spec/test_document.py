@@ -173,6 +173,7 @@ def test_override_into_a_value(tmp_path):
     path = write(tmp_path, "[a]\nb = 1\n")
     _, (problem,) = document.override(document.read(path), ["a.b.c=1"])
     assert problem.what == f"a.b is 1 in {path}:2, not a table"
+    assert problem.instead == "--set a.b=…, which replaces all of it"
 
 
 def test_byte_order_mark_is_skipped(tmp_path):
