@@ -112,7 +112,7 @@ def _score(members: list[Row], used: Engine, walked: bool) -> list[Scored]:
         places |= {int(at): (group, index) for index, at in enumerate(group.rows)}
         peak[group.rows] = group.memory_bytes.max(1)
         there = np.minimum(group.memory_bytes[:, 0], first.cluster.device.memory_bytes)  # no allocator has more
-        reserved[group.rows] = there - used.context_bytes
+        reserved[group.rows] = there - used.on(first.cluster.device).context_bytes
     scored, start = [], 0
     for row in members:
         part = slice(start, start := start + len(row.layouts))

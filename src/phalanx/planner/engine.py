@@ -15,6 +15,7 @@ from phalanx.plan.legality import engine_problems
 from phalanx.plan.operations import Kernels
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.planner.candidates import RECOMPUTES, Space
+from phalanx.spec.cluster import Device
 from phalanx.spec.job import JobSpec, Precision
 from phalanx.spec.schema import suggest
 
@@ -69,8 +70,8 @@ class Engine:
     `whole_gather`: whether ZeRO 1 and 2 gather all new parameters at once, as a second copy of them. Where the tensor
     axis cuts the sequence: `whole_buffers` activations of the whole sequence in buffers that stay, and `run_ahead` of
     them that wait for their collective while the host, ahead of the device, issues later layers; a caching allocator
-    gives them to nobody else until it has run. `context_bytes` of libraries outside the allocator; `fragmentation` the
-    ratio of reserved to allocated.
+    gives them to nobody else until it has run. `context_bytes` outside the allocator, where they
+    are more than those of any process on the device (`on`); `fragmentation` the ratio of reserved to allocated.
 
     Two layouts of one model closer than `tie` cannot be told apart (from the residuals of
     benchmarks/planner_accuracy.py; see planner.certainty for single times).
@@ -112,6 +113,10 @@ class Engine:
     context_bytes: int = 0
     tie: float = 0.08
     fragmentation: float = 1.0
+
+    def on(self, device: Device) -> Engine:
+        """This engine with at least the context that every process on `device` has."""
+        return replace(self, context_bytes=max(self.context_bytes, device.context_bytes))
 
     def states_for(self, precision: str) -> States:
         """The recipe for `precision`; raises SpecError where the engine has none."""

@@ -167,6 +167,7 @@ def footprints(
     """Memory of every layout, in groups. Layouts must be legal."""
     if not len(layouts):
         return
+    engine = engine.on(cluster.device)
     priced = costs(model, job, cluster, engine, layouts)
     keys = layouts.pipeline * (model.num_layers + 1) + layouts.virtual_stages
     # Copied kv heads make layers dearer, so the balance of stages may differ.

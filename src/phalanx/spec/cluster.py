@@ -23,8 +23,9 @@ PerNode = Annotated[int, Range(at_least=1, at_most=2**16)]
 class Device:
     """One accelerator (or one CPU process).
 
-    `flops_per_s` gives the dense peak by precision ("bf16", "fp32", …); `memory_bytes` what a program can use;
-    `memory_bytes_per_s` the bandwidth of its main memory.
+    `flops_per_s` gives the dense peak by precision ("bf16", "fp32", …); `memory_bytes` what a program can use,
+    of which `context_bytes` go to driver and libraries in each process; `memory_bytes_per_s` the bandwidth of its main
+    memory.
 
     What kernels reach of that: `matmul_efficiency` is the best large matrix product as a fraction of the peak, falling
     as k / (k + `matmul_half_depth`) for short inner dimensions; a product is cut into tiles of `matmul_tile` (rows,
@@ -39,6 +40,7 @@ class Device:
     memory_bytes: Memory
     memory_bytes_per_s: Speed
     flops_per_s: Mapping[str, Speed]
+    context_bytes: Whole = 0
     num_cores: Count = 1
     matmul_tile: tuple[Count, Count] = (1, 1)
     matmul_efficiency: Fraction = 0.8

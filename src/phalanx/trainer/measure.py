@@ -77,9 +77,11 @@ def device_figures(device: torch.device) -> dict[str, Any]:
     }
     if large:
         properties = torch.cuda.get_device_properties(device)
+        free, total = torch.cuda.mem_get_info(device)
         figures |= {
             "name": properties.name,
-            "memory_bytes": torch.cuda.mem_get_info(device)[1],
+            "memory_bytes": total,
+            "context_bytes": total - free - torch.cuda.memory_reserved(device),
             "num_cores": properties.multi_processor_count,
             "matmul_tile": [128, 256],
         }

@@ -220,6 +220,15 @@ def test_the_head_is_on_the_last_rank_and_a_tied_embedding_on_both() -> None:
     assert layers[0] + layers[1] == more.sum()
 
 
+def test_every_process_has_the_context_of_its_device_or_more_if_its_engine_says_so() -> None:
+    device = replace(CLUSTER.device, context_bytes=900)
+    layouts = of([Layout(micro_batch=MICRO_BATCH, pipeline=2)])
+    for said, context in ((0, 900), (7, 900), (901, 901)):
+        engine = replace(BARE, context_bytes=said)
+        (found,) = footprints(LLAMA, JOB, replace(CLUSTER, device=device), engine, layouts)
+        assert np.broadcast_to(found.memory["overhead"], (1, 2)).tolist() == [[context, context]]
+
+
 @pytest.mark.parametrize(("zero", "shards"), [(0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
 def test_the_least_is_model_states_alone(zero: int, shards: tuple[int, int, int]) -> None:
     """Of the mean rank of two: bytes of parameters, gradients and optimizer, each over as many ranks as ZeRO cuts."""
