@@ -137,8 +137,8 @@ class Layout:
         axes = " × ".join(f"{axis} {getattr(self, axis)}" for axis in ("tensor", "context", "pipeline", "data"))
         words = [axes.replace("context 1 × ", ""), f"micro-batch {self.micro_batch}"]
         words += [self.schedule] if self.pipeline > 1 else []
-        words += [f"{self.outermost} outermost"] if self.outermost != "pipeline" else []
         words += [f"{self.virtual_stages} virtual stages"] if self.virtual_stages > 1 else []
+        words += [f"{self.outermost} outermost"] if self.outermost != "pipeline" else []
         within = f" within {self.zero_group}" if self.zero_group else ""
         words += [f"ZeRO {self.zero}{within}"] if self.zero else []
         words += [f"experts over {self.expert_group}"] if self.expert_group else []

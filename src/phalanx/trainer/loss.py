@@ -143,8 +143,8 @@ def _chunk_loss(
     comm: Comm,
     segments: Segments,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient. Both
-    gradients are those of the loss over `divisor`.
+    """Summed loss of one chunk and the gradient of `inputs`; adds the weight's gradient. Both gradients are those of
+    the loss over `divisor`.
 
     Each rank reduces its own columns; its log-sum-exp and its part of what is linear in the logits then meet those of
     the others in one small message. With s the label smoothing, c the z-loss and V the ids of all ranks,
