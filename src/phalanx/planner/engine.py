@@ -70,8 +70,8 @@ class Engine:
     `whole_gather`: whether ZeRO 1 and 2 gather all new parameters at once, as a second copy of them. Where the tensor
     axis cuts the sequence: `whole_buffers` activations of the whole sequence in buffers that stay, and `run_ahead` of
     them that wait for their collective while the host, ahead of the device, issues later layers; a caching allocator
-    gives them to nobody else until it has run. `context_bytes` outside the allocator, where they
-    are more than those of any process on the device (`on`); `fragmentation` the ratio of reserved to allocated.
+    gives them to nobody else until it has run. `context_bytes` outside the allocator, where they are more than those of
+    any process on the device (`on`); `fragmentation` the ratio of reserved to allocated.
 
     Two layouts of one model closer than `tie` cannot be told apart (from the residuals of
     benchmarks/planner_accuracy.py; see planner.certainty for single times).

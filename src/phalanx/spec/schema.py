@@ -72,7 +72,7 @@ def hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
+SHORT_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
 """How other frameworks begin the names of axis sizes, as in tp_size."""
 
 
@@ -81,7 +81,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     is none, or several are alike (fp16 is as near to fp64 as to bf16)."""
     word = word.lower()
     lower = {name.lower(): name for name in known}
-    axis = AXES.get(word.split("_")[0])
+    axis = SHORT_AXES.get(word.split("_")[0])
     if axis in lower:
         return lower[axis]
     begins = [name for name in lower if word.startswith(f"{name}_")]
