@@ -54,6 +54,8 @@ class Step:
         self._continuation: Continuation | None = None
         self._stop: StopRequest | None = None
         self._metrics: MetricsWriter | None = None
+        if engine.data.lossy:  # whether a step has items is known only once its gradients are reduced
+            engine.data.lossy.keeps_sent = True
         if run_dir:
             self._keep(run_dir)
 

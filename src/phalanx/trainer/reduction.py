@@ -93,7 +93,12 @@ class Rounded:
 
 
 class Lossy(Protocol):
-    """Sums the gradients of whole buffers over a group approximately, and remembers what it left out."""
+    """Sums the gradients of whole buffers over a group approximately, and remembers what it left out.
+
+    `keeps_sent`: whether what the last reductions sent is kept as well, without which nothing is taken back.
+    """
+
+    keeps_sent: bool
 
     def all_reduce(self, buffers: Sequence[FlatBuffer]) -> Messages:
         """Add the last error to this rank's gradients, make them an approximation of the sum of all ranks' that is
@@ -118,7 +123,7 @@ class PowerSGD:
 
     def __init__(self, buffers: Sequence[FlatBuffer], comm: Comm, rank: int, seed: int) -> None:
         """The first Q are drawn from `seed`, alike on all members."""
-        self.comm, self._seed = comm, seed
+        self.comm, self._seed, self.keeps_sent = comm, seed, False
         self._leaves = {buffer: list(matrices(buffer.layout, rank)) for buffer in buffers}
         self._errors = {matrix: torch.zeros_like(matrix) for matrix in self._matrices(buffers)}
         self._right = {matrix: matrix.new_empty(matrix.shape[1], rank) for matrix in self._errors}
@@ -151,7 +156,8 @@ class PowerSGD:
         right = [torch.mm(matrix.t(), factor) for matrix, factor in zip(found, left, strict=True)]
         for matrix, p, q in zip(found, left, right, strict=True):
             torch.addmm(matrix, p, q.t(), alpha=-1, out=self._errors[matrix])
-            self._sent[matrix] = p, q.clone(), self._right[matrix].clone()
+            if self.keeps_sent:
+                self._sent[matrix] = p, q.clone(), self._right[matrix].clone()
         if not found:
             return DONE
         yield self.comm.all_reduce(right, purpose=PURPOSE, async_op=True)
@@ -185,7 +191,7 @@ class TopK:
     order; of its own, a rank keeps the others as its error (Stich et al. 2018, sparsified SGD with memory)."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], comm: Comm, fraction: float) -> None:
-        self.comm, self.fraction = comm, fraction
+        self.comm, self.fraction, self.keeps_sent = comm, fraction, False
         self._errors = {buffer: torch.zeros_like(buffer.gradients) for buffer in buffers}
         self._sent: dict[FlatBuffer, tuple[Tensor, Tensor]] = {}  # places and values
 
@@ -208,7 +214,8 @@ class TopK:
         places = torch.topk(error.abs(), num_largest(buffer.layout, self.fraction), sorted=False).indices
         values = error[places]
         error[places] = 0.0
-        self._sent[buffer] = places, values
+        if self.keeps_sent:
+            self._sent[buffer] = places, values
         whole = torch.int32 if gradients.dtype == torch.float32 else torch.int64
         return torch.cat([places.to(whole), values.view(whole)])
 
