@@ -1,4 +1,4 @@
-"""A toy machine, job and two models whose sizes divide by few numbers, for the planner's tests."""
+"""For the planner's tests: a toy machine, a job, two models whose sizes divide by few numbers, GPTs as papers write them."""
 
 from __future__ import annotations
 
@@ -40,3 +40,26 @@ GPT = replace(
     qkv_bias=True,
     bias=True,
 )
+
+
+def megatron_gpt(hidden: int, layers: int, heads: int, seq_len: int = 2048, vocab: int = 51200) -> ModelSpec:
+    """A GPT as the Megatron papers write it: f = 4 h, dropout."""
+    return ModelSpec(
+        name="gpt",
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        max_seq_len=seq_len,
+        norm="layernorm",
+        activation="gelu_tanh",
+        positions="learned",
+        tied=True,
+        qkv_bias=True,
+        bias=True,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )

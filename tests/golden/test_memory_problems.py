@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planner_cases import LLAMA
 
 from phalanx.plan import operations
 from phalanx.plan.cut import cut_of
@@ -23,7 +24,8 @@ from phalanx.spec.model import ModelSpec
 
 GIB = 2**30
 JOB = JobSpec(global_batch=256, seq_len=4096, num_steps=1)
-ONE = ModelSpec(
+ONE = replace(
+    LLAMA,
     name="Llama-1B",
     num_layers=16,
     hidden=2048,
@@ -33,9 +35,6 @@ ONE = ModelSpec(
     ffn=8192,
     vocab=131072,
     max_seq_len=4096,
-    norm="rmsnorm",
-    activation="swiglu",
-    positions="rope",
     tied=True,
 )
 THREE = replace(ONE, name="Llama-3B", num_layers=28, hidden=3072, head_dim=96)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planner_cases import megatron_gpt
 
 from phalanx.plan import operations
 from phalanx.plan.cut import cut_of
@@ -28,36 +29,13 @@ from phalanx.spec.model import ModelSpec
 MIB, GIB = 2**20, 2**30
 
 
-def gpt(hidden: int, layers: int, heads: int, seq_len: int = 2048, vocab: int = 51200) -> ModelSpec:
-    """A GPT as the Megatron papers write it: f = 4 h, dropout."""
-    return ModelSpec(
-        name="gpt",
-        num_layers=layers,
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=4 * hidden,
-        vocab=vocab,
-        max_seq_len=seq_len,
-        norm="layernorm",
-        activation="gelu_tanh",
-        positions="learned",
-        tied=True,
-        qkv_bias=True,
-        bias=True,
-        dropout=0.1,
-        attention_dropout=0.1,
-    )
-
-
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def test_an_activation_message_counts_bytes_not_elements() -> None:
     """Batch 32, sequence 2048, hidden 7680 in 16 bits: 960 MiB (the 500 MB often quoted counts elements)."""
     plan = Plan(
-        model=gpt(7680, 2, 48),
+        model=megatron_gpt(7680, 2, 48),
         cluster=clusters.named("dgx-a100"),
         job=JobSpec(global_batch=32, seq_len=2048, num_steps=1),
         layout=Layout(tensor=8, micro_batch=32),
@@ -68,7 +46,7 @@ def test_an_activation_message_counts_bytes_not_elements() -> None:
 
 def test_a_square_gradient_is_much_smaller_than_an_activation() -> None:
     """One h × h gradient at h = 7680 in 16 bits: 112.5 MiB, an eighth of the message above."""
-    buffers = rank_buffers(gpt(7680, 1, 48), Layout(), Coord(), 2048)
+    buffers = rank_buffers(megatron_gpt(7680, 1, 48), Layout(), Coord(), 2048)
     (piece,) = [
         piece for b in buffers for piece in b.pieces if piece.parameter.name.endswith("self_attn.o_proj.weight")
     ]
@@ -199,7 +177,7 @@ def test_activation_bytes_of_the_recomputation_paper(
     name: str, hidden: int, layers: int, heads: int, micro_batch: int
 ) -> None:
     """Equations 2 to 4 of arXiv 2205.05198 at s = 2048, t = 8."""
-    model, b, s, t = gpt(hidden, layers, heads), micro_batch, 2048, 8
+    model, b, s, t = megatron_gpt(hidden, layers, heads), micro_batch, 2048, 8
     sbh, scores = s * b * hidden, 5 * heads * s / hidden
     tensor = Layout(tensor=t, micro_batch=b)
     both = replace(tensor, sequence_parallel=True)
@@ -210,7 +188,7 @@ def test_activation_bytes_of_the_recomputation_paper(
 
 def test_selective_recompute_keeps_34_sbh() -> None:
     """Equation 6 of arXiv 2205.05198: attention scores dropped, 34 sbh / t left."""
-    model, layout = gpt(12288, 96, 96), Layout(tensor=8, sequence_parallel=True, recompute="selective")
+    model, layout = megatron_gpt(12288, 96, 96), Layout(tensor=8, sequence_parallel=True, recompute="selective")
     cut = cut_of(model, 2048, layout, 2)
     layer = operations.layer(model, cut, Kernels(attention="math", masks="byte"))
     left, _ = memory.kept_bytes(layer, cut, of([layout]).recompute)
@@ -220,7 +198,7 @@ def test_selective_recompute_keeps_34_sbh() -> None:
 
 def test_full_recompute_keeps_2_sbh() -> None:
     """Table 2 of arXiv 2205.05198: a layer's input."""
-    model, layout = gpt(12288, 96, 96), Layout(tensor=8, recompute="full")
+    model, layout = megatron_gpt(12288, 96, 96), Layout(tensor=8, recompute="full")
     cut = cut_of(model, 2048, layout, 2)
     left, working = memory.kept_bytes(operations.layer(model, cut, Kernels()), cut, of([layout]).recompute)
     assert float(left[0]) == 2 * 2048 * 12288 and float(working[0]) > float(left[0])
@@ -259,7 +237,7 @@ def test_flops_of_the_recomputation_paper() -> None:
     """72 B s L h² (1 + s / 6h + V / 12 L h) (arXiv 2205.05198, appendix A)."""
     h, layers, s, vocab = 12288, 96, 2048, 51200
     formula = 72 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
-    assert gpt(h, layers, 96).flops_per_token(s) * s == pytest.approx(formula, rel=1e-12)
+    assert megatron_gpt(h, layers, 96).flops_per_token(s) * s == pytest.approx(formula, rel=1e-12)
 
 
 def test_mt_nlg_uses_replicas_of_280_devices() -> None:

@@ -5,35 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planner_cases import megatron_gpt
 
 from phalanx.plan.layout import Layout
 from phalanx.planner.search import predict
 from phalanx.spec import clusters
 from phalanx.spec.job import JobSpec
 from phalanx.spec.model import ModelSpec
-
-
-def gpt(layers: int, hidden: int, heads: int) -> ModelSpec:
-    """A GPT as the Megatron papers write it: f = 4 h, dropout, a vocabulary of 51,200."""
-    return ModelSpec(
-        name="gpt",
-        num_layers=layers,
-        hidden=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=4 * hidden,
-        vocab=51200,
-        max_seq_len=2048,
-        norm="layernorm",
-        activation="gelu_tanh",
-        positions="learned",
-        tied=True,
-        qkv_bias=True,
-        bias=True,
-        dropout=0.1,
-        attention_dropout=0.1,
-    )
 
 
 def step_s(model: ModelSpec, batch: int, layout: Layout, engine_name: str) -> float:
@@ -46,10 +24,10 @@ def step_s(model: ModelSpec, batch: int, layout: Layout, engine_name: str) -> fl
 
 
 TABLE_5 = {
-    "22B": (gpt(48, 6144, 64), 4, Layout(tensor=8, micro_batch=4), 1.42, 1.10),
-    "175B": (gpt(96, 12288, 96), 64, Layout(tensor=8, pipeline=8, virtual_stages=3), 18.13, 13.75),
-    "530B": (gpt(105, 20480, 128), 280, Layout(tensor=8, pipeline=35, virtual_stages=3), 49.05, 37.83),
-    "1T": (gpt(128, 25600, 160), 512, Layout(tensor=8, pipeline=64), 94.42, 71.49),
+    "22B": (megatron_gpt(6144, 48, 64), 4, Layout(tensor=8, micro_batch=4), 1.42, 1.10),
+    "175B": (megatron_gpt(12288, 96, 96), 64, Layout(tensor=8, pipeline=8, virtual_stages=3), 18.13, 13.75),
+    "530B": (megatron_gpt(20480, 105, 128), 280, Layout(tensor=8, pipeline=35, virtual_stages=3), 49.05, 37.83),
+    "1T": (megatron_gpt(25600, 128, 160), 512, Layout(tensor=8, pipeline=64), 94.42, 71.49),
 }
 """Reducing Activation Recomputation (arXiv 2205.05198), table 5: model, sequences per step, layout; seconds with full
 recompute, and with selective recompute and the sequence cut."""
@@ -70,4 +48,4 @@ def test_steps_with_full_and_with_selective_recompute_take_what_the_paper_measur
 def test_a_trillion_parameters_on_3072_devices_take_what_the_paper_measured() -> None:
     """Megatron-LM of 2021 (arXiv 2104.04473, table 1): 3,072 sequences in 102.6 s, 163 TFLOP/s of each A100."""
     layout = Layout(tensor=8, pipeline=64, data=6, recompute="full")
-    assert step_s(gpt(128, 25600, 160), 3072, layout, "megatron-2021") == pytest.approx(102.63, rel=0.03)
+    assert step_s(megatron_gpt(25600, 128, 160), 3072, layout, "megatron-2021") == pytest.approx(102.63, rel=0.03)

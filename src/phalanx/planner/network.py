@@ -36,7 +36,8 @@ class Placement:
 
 def placement(cluster: ClusterSpec, size: Size, stride: Size) -> Placement:
     """A group of `size` ranks, `stride` apart, on nodes filled in rank order: the one that lies worst, since all groups
-    of an axis wait for it. Groups that would fit a node, but do not divide it, come to lie across two."""
+    of an axis wait for it. Groups that would fit a node, but do not divide it, come to lie across two. A group
+    over nodes that `stride` does not divide may lie on a node fewer or more than that."""
     devices, span = cluster.devices_per_node, size * stride
     across = (cluster.num_nodes > 1) & (span <= devices) & (devices % np.minimum(span, devices) > 0)
     per_node = np.where(across, -(-size // 2), np.clip(devices // stride, 1, size))
