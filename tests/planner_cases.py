@@ -1,4 +1,4 @@
-"""For the planner's tests: a toy machine, a job, two models whose sizes divide by few numbers, GPTs as papers write them."""
+"""For the planner's tests: a toy machine, a job, two models whose sizes divide by few numbers, GPTs of papers."""
 
 from __future__ import annotations
 
